@@ -1,0 +1,1 @@
+"""What is measured against peers, each with one command: `python -m bench.NAME --json`."""

@@ -1,0 +1,50 @@
+"""Ratios measured interleaved in one run: each block of the one in question stands between two blocks of the yardstick."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+Block = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Median and quartiles of a ratio over the rounds. Many short blocks tell more than a few long ones: the machine drifts."""
+
+    median: float
+    lower: float
+    upper: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} [{self.lower:.3f}..{self.upper:.3f}]"
+
+
+def cpu_seconds(block: Block) -> float:
+    """CPU time of this process, all its threads, over one block."""
+    before = time.process_time()
+    block()
+    return time.process_time() - before
+
+
+def ratios(yardstick: Block, others: dict[str, Block], rounds: int) -> tuple[dict[str, Ratio], float]:
+    """Measure others against a yardstick.
+
+    Returns:
+        The ratio of each to the mean of the two yardstick blocks beside it, and the yardstick's median CPU seconds.
+    """
+    found: dict[str, list[float]] = {name: [] for name in others}
+    plain = [cpu_seconds(yardstick)]
+    for _ in range(rounds):
+        for name, block in others.items():
+            seconds = cpu_seconds(block)
+            plain.append(cpu_seconds(yardstick))
+            found[name].append(seconds / ((plain[-2] + plain[-1]) / 2))
+    return {name: _ratio(values) for name, values in found.items()}, statistics.median(plain)
+
+
+def _ratio(values: list[float]) -> Ratio:
+    lower, median, upper = statistics.quantiles(values, n=4)
+    return Ratio(median, lower, upper)

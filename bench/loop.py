@@ -1,0 +1,110 @@
+"""CPU time of a step of the kit's loop against the same step in a bare hand-written DDP loop.
+
+The model is one linear layer at batch 1 on one rank, so that next to nothing but overhead is measured. The kit's side is all that
+a run does between steps: schedule, metrics window, stop signal, metrics.jsonl and a progress
+line as often as by default.
+The null test is the bare loop against itself: a difference inside its range is not resolved.
+
+    python -m bench.loop [--json] [--rounds 100] [--steps 150]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import socket
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bench.interleave import ratios
+from trainer.config import Training
+from trainer.train.batches import GlobalOrder, Loading, TensorImages
+from trainer.train.checkpoint import Checkpointer
+from trainer.train.distributed import World, joined
+from trainer.train.loop import Loop, StepOptions
+from trainer.train.models import linear
+from trainer.train.optim import LearningRate, Schedule
+from trainer.train.run import Cadence, Run
+from trainer.train.stop import StopSignal
+
+FEATURES, CLASSES, SAMPLES = 3072, 10, 2048
+FAR = 10**6  # steps: the schedule of both loops never ends
+
+
+def dataset() -> TensorImages:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (SAMPLES, 3, 32, 32), dtype=torch.uint8, generator=generator)
+    return TensorImages(images, torch.arange(SAMPLES) % CLASSES, mean=120.0, std=60.0)
+
+
+class Bare:
+    """What one writes by hand: DDP, SGD with momentum, uint8 images in memory gathered and normalised in batches."""
+
+    def __init__(self, steps: int) -> None:
+        self.model = DistributedDataParallel(linear(FEATURES, CLASSES))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
+        self.loss = nn.CrossEntropyLoss()
+        self.images, self.labels = dataset().images, dataset().labels
+        self.steps, self.order = steps, torch.randperm(SAMPLES).tolist()
+
+    def __call__(self) -> None:
+        for step in range(self.steps):
+            chosen = torch.as_tensor([self.order[step % SAMPLES]])
+            inputs, targets = self.images[chosen].float().sub_(120.0).div_(60.0), self.labels[chosen]
+            loss = self.loss(self.model(inputs), targets)
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+
+
+class Kit:
+    """The kit's run, in blocks of as many steps."""
+
+    def __init__(self, world: World, steps: int, folder: Path) -> None:
+        model = linear(FEATURES, CLASSES)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+        rate = LearningRate(optimizer, Schedule(FAR, warmup_steps=100))
+        self.loop = Loop(model, nn.CrossEntropyLoss(), optimizer, rate, world, StepOptions())
+        order, saver = GlobalOrder(SAMPLES, 1, 1, world.rank, world.world_size, seed=0), Checkpointer(folder, world)
+        self.run = Run(
+            world, order, FAR, self.loop, saver, dataset(), None, Cadence(Training().log_every_steps, 1, FAR), Loading()
+        )
+        self.stop, self.steps = StopSignal(world), steps
+
+    def __call__(self) -> None:
+        for _ in range(self.steps):
+            self.run.advance(self.stop)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=150, help="optimizer steps of a block")
+    arguments = parser.parse_args()
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    with joined(0, 60) as world, tempfile.TemporaryDirectory() as folder:
+        bare, kit = Bare(arguments.steps), Kit(world, arguments.steps, Path(folder))
+        with kit.run.reporting(Path(folder)), kit.stop:
+            bare(), kit()  # warm up
+            found, seconds = ratios(bare, {"kit": kit, "null": Bare(arguments.steps)}, arguments.rounds)
+    step_us = seconds / arguments.steps * 1e6
+    print(f"bare step {step_us:.0f} us CPU; kit / bare {found['kit']}; null test {found['null']}; {arguments.rounds} rounds")
+    if arguments.json:
+        ratio, null = round(found["kit"].median, 4), round(found["null"].median, 4)
+        print(json.dumps({"ratio": ratio, "null": null, "bare_step_us": round(step_us, 1)}))
+
+
+if __name__ == "__main__":
+    main()

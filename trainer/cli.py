@@ -1,0 +1,181 @@
+"""The command `trainer`. Each command loads its own room only, so that the login side starts fast and needs no torch."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from trainer import __version__, settings
+from trainer.config import Config
+from trainer.errors import ConfigError, ExitCode, KitError
+from trainer.launch import run as runs
+
+BACKENDS = {"local": "trainer.launch.local"}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns its exit code. The one place where errors become `error: ...` lines."""
+    try:
+        _refuse_foreign_trainer()
+        arguments = _parser().parse_args(argv)
+        return int(arguments.function(arguments) or 0)
+    except KitError as error:
+        for line in error.lines:
+            print(f"error: {line}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:  # `trainer logs | head`
+        sys.stderr.close()
+        return ExitCode.DONE
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Read and check a config; send nothing."""
+    config = _load(arguments)
+    resources = config.resources
+    where = f"{resources.gpus_per_node} GPUs" if resources.gpus_per_node else "CPU"
+    print(f"ok: {config.name} on {config.backend}: {resources.nodes} nodes x {resources.ranks} ranks, {where} on each node")
+
+
+def render(arguments: argparse.Namespace) -> None:
+    """Print what submit would send, and send nothing."""
+    config = _load(arguments)
+    print(_backend(config.backend).render(config, runs.new_run_dir(config)).text(), end="")
+
+
+def submit(arguments: argparse.Namespace) -> None:
+    """Send a run to its backend and return."""
+    config = _load(arguments)
+    run = _backend(config.backend).submit(config, runs.new_run_dir(config))
+    shown = _short(run.folder)
+    print(f"submitted {config.name} to {config.backend}: {shown}")
+    print(f"follow with: trainer logs --follow {shown}")
+    print(f"then: trainer status {shown}   or: trainer cancel {shown}")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run here and now, in this terminal."""
+    config = _load(arguments)
+    if config.backend != "local":
+        config = config.model_copy(update={"backend": "local"})
+        settings.check(config)
+    run_dir = runs.new_run_dir(config)
+    print(f"run folder: {_short(Path(run_dir))}", file=sys.stderr)
+    return int(_backend("local").run_here(config, run_dir))
+
+
+def node(arguments: argparse.Namespace) -> int:
+    """Be one node of a job: what runs on every node, everywhere."""
+    return int(importlib.import_module("trainer.node.__main__").main(arguments.config))
+
+
+def status(arguments: argparse.Namespace) -> None:
+    """Say how a run stands."""
+    found = runs.find_run(arguments.run)
+    now = _backend(found.job["backend"]).status(found)
+    print(f"{_short(found.folder)}: {now.state}: {now.detail}")
+
+
+def logs(arguments: argparse.Namespace) -> None:
+    """Print a run's logs."""
+    found = runs.find_run(arguments.run)
+    rank = None if arguments.rank == "all" else int(arguments.rank)
+    backend, shown = _backend(found.job["backend"]), dict[Path, int]()
+    while True:
+        running = arguments.follow and backend.status(found).state == "running"
+        for path in found.logs(rank):
+            shown[path] = _print_from(path, shown.get(path, 0), prefix=rank is None)
+        if not running:
+            break
+        time.sleep(0.3)
+    if not shown:
+        raise ConfigError(f"RUN={found.folder}: no log of rank {arguments.rank} yet; see {found.folder}/logs")
+    if arguments.follow:
+        status(arguments)
+
+
+def cancel(arguments: argparse.Namespace) -> None:
+    """Ask a run to save and stop."""
+    found = runs.find_run(arguments.run)
+    print(_backend(found.job["backend"]).cancel(found, arguments.now))
+
+
+def schema(arguments: argparse.Namespace) -> None:
+    """Print the config's JSON Schema."""
+    print(settings.schema())
+
+
+def table(arguments: argparse.Namespace) -> None:
+    """Print every setting with its type, default and meaning."""
+    print(settings.settings_table())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="trainer", description="Multi-node PyTorch jobs from one YAML file.")
+    parser.add_argument("--version", action="version", version=f"ddp-job-kit {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, function in {"run": run, "submit": submit, "check": check, "render": render, "node": node}.items():
+        command = commands.add_parser(name, help=function.__doc__)
+        command.add_argument("config", nargs="+", help="YAML files, merged in order, and section.key=value overrides")
+        command.set_defaults(function=function)
+    for name, function in {"status": status, "logs": logs, "cancel": cancel}.items():
+        command = commands.add_parser(name, help=function.__doc__)
+        command.add_argument("run", nargs="?", help="run folder or its name under runs/ (default: the newest)")
+        command.set_defaults(function=function)
+        if name == "logs":
+            command.add_argument("--follow", "-f", action="store_true", help="go on until the run ends")
+            command.add_argument("--rank", default="0", type=_rank, help="global rank, or all (default: 0)")
+        if name == "cancel":
+            command.add_argument("--now", action="store_true", help="kill it; the last checkpoint stands")
+    for name, function in {"schema": schema, "settings": table}.items():
+        commands.add_parser(name, help=function.__doc__).set_defaults(function=function)
+    return parser
+
+
+def _rank(text: str) -> str:
+    if text != "all" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a rank nor all")
+    return text
+
+
+def _load(arguments: argparse.Namespace) -> Config:
+    config = settings.load_config(*arguments.config)
+    settings.check(config)
+    return config
+
+
+def _backend(name: str) -> Any:
+    if name not in BACKENDS:
+        raise ConfigError(f"backend={name}: not in this version; choose {' or '.join(BACKENDS)}")
+    return importlib.import_module(BACKENDS[name])
+
+
+def _short(folder: Path) -> str:
+    return str(folder.relative_to(Path.cwd())) if folder.is_relative_to(Path.cwd()) else str(folder)
+
+
+def _print_from(path: Path, offset: int, prefix: bool) -> int:
+    """Print a log's whole lines from an offset; returns the new offset."""
+    with open(path, "rb") as file:
+        file.seek(offset)
+        text = file.read()
+    text = text[: text.rfind(b"\n") + 1]
+    for line in text.decode("utf-8", "replace").splitlines():
+        print(f"{path.name.split('.')[0]}: {line}" if prefix else line, flush=True)
+    return offset + len(text)
+
+
+def _refuse_foreign_trainer() -> None:
+    """Another distribution on PyPI imports as `trainer` too: in one environment the two overwrite each other's files."""
+    try:
+        version = metadata.version("trainer")
+    except metadata.PackageNotFoundError:
+        return
+    raise ConfigError(
+        f"trainer {version} from PyPI is installed in this environment and also imports as `trainer`; use an environment of its "
+        "own for ddp-job-kit, or: pip uninstall trainer && pip install --force-reinstall --no-deps ddp-job-kit"
+    )

@@ -1,0 +1,307 @@
+"""The one config of a run: strict, frozen models with units in the names. Reading a file is `trainer.settings`.
+
+The world size is not in here: it comes from the process group, so the two cannot disagree.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+TRAIN = "trainer.train"  # the entrypoint that is the kit's own training loop
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _target(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", value):
+        raise ValueError("is no target; write package.module:callable, such as torch.optim:SGD")
+    return value
+
+
+def _job_name(value: str) -> str:
+    # Kubernetes names are the narrowest: 63 characters with "-worker-999" behind (RFC 1123 labels).
+    if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,50}[a-z0-9])?", value):
+        raise ValueError("is no job name; use at most 52 of a-z, 0-9 and '-', a letter or digit at both ends")
+    return value
+
+
+TargetName = Annotated[str, AfterValidator(_target)]
+JobName = Annotated[str, AfterValidator(_job_name)]
+
+
+class Section(BaseModel):
+    """What all sections share: unknown keys are errors, values are not converted, nothing changes after reading."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class Resources(Section):
+    """What the run needs of the machines."""
+
+    nodes: PositiveInt = 1
+    """Machines (Slurm nodes, pods, containers)."""
+    gpus_per_node: NonNegativeInt = 0
+    """GPUs on each node; 0 trains on the CPU with gloo."""
+    ranks_per_node: PositiveInt | None = None
+    """Processes on each node; null: one per GPU, or one where there is no GPU."""
+    cpus_per_node: PositiveInt | None = None
+    """CPU cores to ask for on each node; null: what the scheduler gives."""
+    memory_gb_per_node: PositiveFloat | None = None
+    """Memory to ask for on each node, in GB; null: what the scheduler gives."""
+    time_minutes: PositiveInt = 60
+    """Time limit of the job."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks on each node, with the default filled in."""
+        return self.ranks_per_node or max(1, self.gpus_per_node)
+
+    @model_validator(mode="after")
+    def _devices(self) -> Resources:
+        if self.gpus_per_node % self.ranks:
+            raise ValueError(
+                f"resources.ranks_per_node={self.ranks}: {self.gpus_per_node} GPUs cannot be shared out evenly among "
+                f"{self.ranks} ranks; make resources.gpus_per_node a multiple of it"
+            )
+        return self
+
+
+class Container(Section):
+    """The image the nodes run in."""
+
+    image: str | None = None
+    """Image name with tag or digest; null: the kit's pinned image."""
+    runtime: Literal["pyxis", "enroot", "apptainer", "docker", "podman", "none"] = "none"
+    """What starts the image on a Slurm node."""
+    mounts: list[str] = []
+    """Folders to mount, each `host:container` or `host:container:ro`."""
+    env: dict[str, str] = {}
+    """Environment of the nodes; it beats the image's own."""
+
+
+class Slurm(Section):
+    """Slurm's side of the run."""
+
+    partition: str | None = None
+    """sbatch --partition."""
+    account: str | None = None
+    """sbatch --account."""
+    qos: str | None = None
+    """sbatch --qos."""
+    max_requeues: NonNegativeInt = 3
+    """How often a stopped or broken job may go back into the queue."""
+    signal_seconds: PositiveInt = 120
+    """How long before the time limit Slurm warns the job, so that it saves."""
+    options: dict[str, str | int | bool] = {}
+    """Any other sbatch option by its long name, such as `{constraint: h100}`."""
+
+
+class Kubernetes(Section):
+    """Kubernetes' side of the run."""
+
+    kind: Literal["pytorchjob", "trainjob", "indexed-job"] = "pytorchjob"
+    """The API object to apply."""
+    namespace: str = "default"
+    """Namespace of the job."""
+    queue: str | None = None
+    """Kueue local queue."""
+    manifest: str | None = None
+    """A manifest of your own to patch instead of the kit's."""
+
+
+class Target(Section):
+    """A callable by its import path, and the arguments to call it with."""
+
+    target: TargetName
+    """`package.module:callable`."""
+    args: dict[str, Any] = {}
+    """Keyword arguments for it."""
+
+
+class Model(Target):
+    """The network: `target(**args)` gives a torch.nn.Module. A target with a parameter `devices` gets this rank's devices
+    and places its own parts on them (a model split inside a rank)."""
+
+    channels_last: bool = False
+    """Keep images and weights in channels_last memory format."""
+    sync_batchnorm: bool = False
+    """Turn BatchNorm layers into SyncBatchNorm (GPU only)."""
+    find_unused_parameters: bool = False
+    """For models in which some parameters get no gradient in some steps."""
+
+
+class Data(Target):
+    """The data: `target(**args)` gives (training dataset, evaluation dataset or None), both map-style."""
+
+    num_workers: NonNegativeInt = 0
+    """Loader processes of each rank; 0 loads in the rank itself."""
+    pin_memory: bool = True
+    """Copy batches into pinned memory (matters on GPUs only)."""
+    prefetch_factor: PositiveInt = 2
+    """Batches that each loader process keeps ready."""
+
+
+class Loss(Target):
+    """The loss: `target(**args)` gives a callable (outputs, targets) -> mean loss."""
+
+    target: TargetName = "torch.nn:CrossEntropyLoss"
+    """`package.module:callable`."""
+
+
+class Optimizer(Target):
+    """The optimizer: `target(parameters, **args)`."""
+
+    target: TargetName = "torch.optim:SGD"
+    """`package.module:callable`."""
+    args: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+    """Keyword arguments for it."""
+    scale_lr_from_batch_size: PositiveInt | None = None
+    """Multiply the learning rate by batch_size / this (linear scaling, arXiv:1706.02677)."""
+
+
+class Schedule(Section):
+    """The learning rate over the run, by optimizer steps."""
+
+    warmup_steps: NonNegativeInt = 0
+    """Steps in which the rate rises linearly to its full value."""
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    """How it falls from there to the end of the run."""
+    final_fraction: Fraction = 0.0
+    """The rate at the end, as a fraction of the full one."""
+
+
+class Training(Section):
+    """The loop."""
+
+    epochs: PositiveInt = 1
+    """Passes over the training data."""
+    max_steps: PositiveInt | None = None
+    """End after this many optimizer steps, even in mid-epoch; the schedule ends there too."""
+    batch_size: PositiveInt = 64
+    """Samples of one optimizer step over all ranks: global, and never rewritten."""
+    micro_batch_size: PositiveInt | None = None
+    """Samples of one rank in one forward; null: batch_size / ranks. Accumulation steps follow from it."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Type of the forward pass (autocast); fp16 brings a gradient scaler."""
+    grad_clip_norm: PositiveFloat | None = None
+    """Clip the gradient's global norm."""
+    compile: bool = False
+    """torch.compile the model."""
+    ema_decay: Fraction | None = None
+    """Evaluate, and also save, an exponential moving average of the weights."""
+    seed: NonNegativeInt = 0
+    """Seed of weights, order and augmentation."""
+    log_every_steps: PositiveInt = 50
+    """Write metrics every so many optimizer steps."""
+    evaluate_every_epochs: PositiveInt = 1
+    """Evaluate after every so many epochs, and at the end."""
+    tensorboard: bool = False
+    """Write TensorBoard events beside metrics.jsonl."""
+
+
+class Checkpoint(Section):
+    """What is saved, and how a start uses it."""
+
+    every_steps: PositiveInt = 500
+    """Save every so many optimizer steps; the end and a stop signal save too."""
+    keep_last: Annotated[int, Field(ge=2)] = 3
+    """How many to keep; at least 2, so that a damaged newest one has one before it."""
+    resume: Literal["auto", "required"] = "auto"
+    """auto: go on from the newest whole checkpoint if there is one; required: refuse to start at step 0."""
+
+
+class Watch(Section):
+    """Deadlines. They count from the moment the imports are done."""
+
+    join_seconds: PositiveFloat = 120
+    """How long node 0 waits for the other nodes."""
+    stall_seconds: PositiveFloat = 180
+    """How long a rank may make no progress; also the limit of one collective."""
+    stop_seconds: PositiveFloat = 60
+    """How long the ranks may take to save after a stop signal before they are killed."""
+
+
+class Config(Section):
+    """One run."""
+
+    name: JobName
+    """Name of the job."""
+    backend: Literal["slurm", "kubernetes", "compose", "local"] = "local"
+    """Where `submit` sends it."""
+    entrypoint: str = TRAIN
+    """trainer.train, or the path of a script of your own, ending in .py."""
+    entrypoint_args: list[str] = []
+    """Arguments of that script."""
+    runs_dir: str = "runs"
+    """Folder in which each submitted run gets a folder of its own."""
+    run_dir: str | None = None
+    """This run's folder; null: `submit` makes a new one, everything else uses RUNS_DIR/NAME."""
+    resources: Resources = Resources()
+    container: Container = Container()
+    slurm: Slurm = Slurm()
+    kubernetes: Kubernetes = Kubernetes()
+    model: Model | None = None
+    data: Data | None = None
+    loss: Loss = Loss()
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    training: Training = Training()
+    checkpoint: Checkpoint = Checkpoint()
+    watch: Watch = Watch()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that the launch side will start. The train side asks the process group instead."""
+        return self.resources.nodes * self.resources.ranks
+
+    @property
+    def folder(self) -> str:
+        """The run's folder when nobody has made a new one."""
+        return self.run_dir or f"{self.runs_dir}/{self.name}"
+
+    @model_validator(mode="after")
+    def _whole(self) -> Config:
+        if self.entrypoint != TRAIN and not self.entrypoint.endswith(".py"):
+            raise ValueError(f"entrypoint={self.entrypoint}: is neither {TRAIN} nor a path that ends in .py; correct it")
+        if self.entrypoint == TRAIN:
+            for section in ("model", "data"):
+                if getattr(self, section) is None:
+                    raise ValueError(f"{section}: missing; give {section}.target (see configs/digits.yaml)")
+            if self.entrypoint_args:
+                raise ValueError(f"entrypoint_args={self.entrypoint_args}: {TRAIN} takes none; remove them")
+            accumulation_steps(self.training.batch_size, self.training.micro_batch_size, self.world_size)
+        if self.backend == "slurm" and self.slurm.signal_seconds >= self.resources.time_minutes * 60:
+            raise ValueError(
+                f"slurm.signal_seconds={self.slurm.signal_seconds}: the warning would come before the job starts "
+                f"(resources.time_minutes={self.resources.time_minutes}); make it shorter"
+            )
+        if self.model and self.model.sync_batchnorm and not self.resources.gpus_per_node:
+            raise ValueError("model.sync_batchnorm=true: SyncBatchNorm runs on GPUs only; set resources.gpus_per_node")
+        return self
+
+
+def accumulation_steps(batch_size: int, micro_batch_size: int | None, world_size: int) -> int:
+    """Forward passes of each rank in one optimizer step: batch_size / (micro_batch_size * world_size).
+
+    Raises:
+        ValueError: it is no whole number; the text has the three numbers.
+    """
+    micro = micro_batch_size or max(1, batch_size // world_size)
+    if micro_batch_size is None and batch_size % world_size:
+        raise ValueError(
+            f"training.batch_size={batch_size}: cannot be shared out evenly among {world_size} ranks; make it a multiple of "
+            f"{world_size}"
+        )
+    steps, rest = divmod(batch_size, micro * world_size)
+    if rest or not steps:
+        raise ValueError(
+            f"training.batch_size={batch_size}: cannot be split into micro-batches of {micro} on {world_size} ranks; make "
+            f"it a multiple of {micro * world_size}"
+        )
+    return steps

@@ -1,0 +1,126 @@
+"""Errors as values: the exit codes, the one-line faults, and the exceptions that carry them.
+
+One table of exit codes serves every scheduler. Kubernetes takes 1-127 as final and 128-255 as worth another try
+(`restartPolicy: ExitCode`), and the Slurm side requeues by the same border.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from pathlib import Path
+
+
+class ExitCode(IntEnum):
+    """What the kit's own processes exit with. Each member's comment says who should act."""
+
+    DONE = 0
+    ERROR = 1  # an error in the kit itself: please report it
+    CONFIG = 2  # a setting or the command line was refused; another try cannot help
+    RANK_FAILED = 3  # the user's code raised, or exited with a code of its own
+    REFUSED = 4  # the nodes cannot form this job as they are (identity, port, address)
+
+    STOPPED = 160  # asked to stop by a signal and stopped in good order; start again to go on
+    JOIN = 161  # a node did not come in time, or could not reach node 0
+    RANK_KILLED = 162  # a rank was killed by a signal that nobody in the job sent
+    STALLED = 163  # alive, but no progress within the deadline
+    NODE_LOST = 164  # a node that had joined is gone
+
+    @property
+    def retryable(self) -> bool:
+        """Whether starting the same job again may help: the border that Kubernetes draws at 128."""
+        return self >= 128
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault, told in one line: what went wrong where, why, and what to do.
+
+    `code` is the fault's kind by its number in the project's catalogue (A = rendezvous, C = collectives, D = processes,
+    E = host resources, ...); `rank` is a global rank, or None before ranks exist, and then `node_rank` is told.
+    """
+
+    code: str
+    host: str
+    cause: str
+    fix: str
+    exit_code: ExitCode
+    rank: int | None = None
+    node_rank: int = 0
+
+    def line(self) -> str:
+        """The line, the same on every node: `FAULT C1 host=n1 rank=3: <cause>; fix: <what to do>`."""
+        who = f"rank={self.rank}" if self.rank is not None else f"node_rank={self.node_rank}"
+        return " ".join(f"FAULT {self.code} host={self.host} {who}: {self.cause}; fix: {self.fix}".split())
+
+    def to_json(self) -> str:
+        """One line of JSON, for the store and for events.jsonl."""
+        return json.dumps({**asdict(self), "exit_code": int(self.exit_code)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Fault:
+        """The fault that `to_json` wrote."""
+        fields = json.loads(text)
+        return cls(**{**fields, "exit_code": ExitCode(fields["exit_code"])})
+
+
+class KitError(Exception):
+    """An error whose text is meant for the user: one line (or several problems, a line each), no traceback."""
+
+    exit_code = ExitCode.ERROR
+
+    @property
+    def lines(self) -> list[str]:
+        """The lines to show."""
+        return str(self).splitlines()
+
+
+class ConfigError(KitError):
+    """A setting or a command line that is refused: `section.key=value: what is wrong; what to do`."""
+
+    exit_code = ExitCode.CONFIG
+
+
+class FaultError(KitError):
+    """Carries a `Fault` up to the entry of the node process."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault.line())
+        self.fault = fault
+        self.exit_code = fault.exit_code
+
+
+def write_error_file(path: str, error: BaseException) -> None:
+    """Leave the reason of a failure for the node process: type, message, the user's line, the time. Keeps what is there already,
+    such as what torch's `@record` wrote."""
+    target = Path(path)
+    if target.exists():
+        return
+    record = {"time": time.time(), "type": type(error).__name__, "message": _message(error), "where": _where(error)}
+    if isinstance(error, KitError):
+        record["exit_code"] = int(error.exit_code)
+    target.write_text(json.dumps(record), encoding="utf-8")
+
+
+def _message(error: BaseException) -> str:
+    text = str(error)
+    if "Original Traceback" in text:  # a loader worker's exception arrives as the text of its traceback
+        return text.strip().splitlines()[-1]
+    return " ".join(text.split())
+
+
+def _where(error: BaseException) -> str:
+    """The innermost `file:line` outside installed packages and this kit; the innermost of all if there is none."""
+    frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
+    if "Original Traceback" in str(error):
+        frames += [(name, int(line)) for name, line in re.findall(r'File "([^"]+)", line (\d+)', str(error))]
+    libraries = (str(Path(__file__).parent), str(Path(traceback.__file__).parent), "<")
+    own = [f for f in frames if not f[0].startswith(libraries) and "site-packages" not in f[0]]
+    if not frames:
+        return ""
+    name, line = (own or frames)[-1]
+    return f"{Path(name).name}:{line}"

@@ -1,0 +1,159 @@
+"""The local backend: N nodes are N `trainer node` processes on this machine, each with its own `PET_*`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import zlib
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trainer.config import Config
+from trainer.errors import ConfigError, ExitCode
+from trainer.launch.run import Command, Plan, Run, Status, resolved, write_plan
+from trainer.process import die_with_parent, started_at
+
+_ADDRESS = "127.0.0.1"
+_FIRST_PORT, _PORTS = 20000, 9000  # outside the ephemeral range
+_LISTENER = "TRAINER_MASTER_FD"  # node 0 gets the bound port itself, so that no other job can take it in between
+
+
+def plan(config: Config, run_dir: str, port: int) -> Plan:
+    """What `submit` starts for a config: pure, nothing is touched."""
+    commands = []
+    for node_rank in range(config.resources.nodes):
+        environ = {
+            "PET_NNODES": str(config.resources.nodes),
+            "PET_NPROC_PER_NODE": str(config.resources.ranks),
+            "PET_NODE_RANK": str(node_rank),
+            "PET_MASTER_ADDR": _ADDRESS,
+            "PET_MASTER_PORT": str(port),
+            **config.container.env,
+        }
+        commands.append(Command([sys.executable, "-m", "trainer", "node", f"{run_dir}/config.yaml"], environ))
+    return Plan("local", run_dir, {"config.yaml": resolved(config, run_dir)}, commands)
+
+
+def render(config: Config, run_dir: str) -> Plan:
+    """The plan with the port that `submit` would take now."""
+    with _free_port(run_dir) as listener:
+        return plan(config, run_dir, listener.getsockname()[1])
+
+
+def submit(config: Config, run_dir: str) -> Run:
+    """Start the nodes in the background."""
+    run, processes = _start(config, run_dir, attached=False)
+    for process in processes:
+        process.returncode = 0  # they go on without us
+    return run
+
+
+def run_here(config: Config, run_dir: str) -> int:
+    """Run the nodes in the foreground, node 0 on this terminal; returns the job's exit code.
+
+    Ctrl-C reaches the nodes by the terminal, other stop signals are passed on, and the nodes stop when this process is killed.
+    """
+    _, processes = _start(config, run_dir, attached=True)
+
+    def pass_on(number: int, frame: object) -> None:
+        for process in processes:
+            process.send_signal(number)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN if os.isatty(0) else pass_on)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, pass_on)
+    codes = [process.wait() for process in processes]
+    bad = [code for code in codes if code]
+    return next((code for code in bad if code > 0), 128 - bad[0] if bad else 0)
+
+
+def status(run: Run) -> Status:
+    """How the run stands, from its processes and what the nodes wrote."""
+    job = run.job
+    nodes = job["processes"]
+    alive = [node["pid"] for node in nodes if started_at(node["pid"]) == node["started"]]
+    if alive:
+        return Status("running", f"{len(alive)} of {len(nodes)} nodes, pids {', '.join(map(str, alive))}")
+    ends = [e for e in run.events() if e["event"] == "node_end" and e["time"] >= job["submitted"]]
+    faults = [end["fault"] for end in ends if end["fault"]]
+    if faults:
+        return Status("failed", str(faults[0]))
+    if len(ends) < len(nodes):
+        return Status("lost", f"{len(nodes) - len(ends)} of {len(nodes)} nodes ended without a word; see {run.folder}/logs")
+    if any(end["exit_code"] == ExitCode.STOPPED for end in ends):
+        return Status("stopped", f"stopped on request and saved; go on with: trainer submit {run.folder}/config.yaml")
+    return Status("done", "ended well")
+
+
+def cancel(run: Run, now: bool = False) -> str:
+    """Ask the nodes to save and stop, or kill them and their ranks; returns a line for the user."""
+    number = signal.SIGKILL if now else signal.SIGTERM
+    reached = 0
+    for node in run.job["processes"]:
+        if started_at(node["pid"]) == node["started"]:
+            with suppress(ProcessLookupError):
+                os.kill(node["pid"], number)
+                reached += 1
+    if not reached:
+        return "not running"
+    return f"killed {reached} nodes" if now else f"asked {reached} nodes to save and stop; see trainer status {run.folder}"
+
+
+def _start(config: Config, run_dir: str, attached: bool) -> tuple[Run, list[subprocess.Popen[bytes]]]:
+    _refuse_if_in_use(run_dir)
+    with _free_port(run_dir) as listener:
+        made = plan(config, run_dir, listener.getsockname()[1])
+        run = write_plan(made)
+        processes = []
+        for node_rank, command in enumerate(made.commands):
+            processes.append(_start_node(run, node_rank, command, listener, attached))
+    facts: list[dict[str, Any]] = [
+        {"node_rank": rank, "pid": process.pid, "started": started_at(process.pid)} for rank, process in enumerate(processes)
+    ]
+    run.keep(made, {"processes": facts})
+    return run, processes
+
+
+def _start_node(run: Run, rank: int, command: Command, listener: socket.socket, attached: bool) -> subprocess.Popen[bytes]:
+    environ = {**os.environ, **command.environ}
+    fds: tuple[int, ...] = ()
+    if rank == 0:
+        fds = (listener.fileno(),)
+        environ[_LISTENER] = str(listener.fileno())
+    with open(run.folder / "logs" / f"node-{rank:04d}.log", "ab") as log:
+        output = None if attached and rank == 0 else log
+        return subprocess.Popen(
+            command.argv,
+            env=environ,
+            pass_fds=fds,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=not attached,
+            preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM) if attached else None,  # noqa: PLW1509
+        )
+
+
+def _free_port(run_dir: str) -> socket.socket:
+    """A listening socket on the first free port, counted from one that follows from the run folder."""
+    first = zlib.crc32(run_dir.encode())
+    for offset in range(_PORTS):
+        listener = socket.socket()
+        try:
+            listener.bind((_ADDRESS, _FIRST_PORT + (first + offset) % _PORTS))
+            listener.listen(1024)
+            return listener
+        except OSError:
+            listener.close()
+    raise ConfigError(f"backend=local: no free port from {_FIRST_PORT} to {_FIRST_PORT + _PORTS - 1}; stop other jobs")
+
+
+def _refuse_if_in_use(run_dir: str) -> None:
+    run = Run(Path(run_dir))
+    if (run.folder / "job.json").exists() and run.job["backend"] == "local" and status(run).state == "running":
+        raise ConfigError(f"run_dir={run_dir}: its run is still going on ({status(run).detail}); cancel it or use another folder")

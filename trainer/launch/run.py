@@ -1,0 +1,147 @@
+"""A run is a folder: the resolved config, what was submitted, and what came of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer.config import Config
+from trainer.errors import ConfigError
+from trainer.settings import dump_config
+
+_PACKAGE = Path(__file__).parent.parent
+KIT = _PACKAGE / "_kit" if (_PACKAGE / "_kit").is_dir() else _PACKAGE.parent  # slurm/ and k8s/: in a wheel, or in a checkout
+
+
+@dataclass(frozen=True)
+class Command:
+    """One process to start: what it runs, and the variables it gets on top of the environment."""
+
+    argv: list[str]
+    environ: dict[str, str] = field(default_factory=dict)
+
+    def shell(self) -> str:
+        """The same as a line for a shell."""
+        return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in self.environ.items()), shlex.join(self.argv)])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a submission does, before it does it: files for the run folder, then commands."""
+
+    backend: str
+    run_dir: str
+    files: dict[str, str]
+    commands: list[Command]
+
+    def text(self) -> str:
+        """What `trainer render` prints and what lies in RUN/plan.txt."""
+        parts = [f"# {self.backend}: run folder {self.run_dir}"]
+        parts += [f"# file {name}\n{content.rstrip()}" for name, content in self.files.items()]
+        parts += [f"# command\n{command.shell()}" for command in self.commands]
+        return "\n\n".join(parts) + "\n"
+
+
+@dataclass(frozen=True)
+class Status:
+    """How a run stands: `state` is running, done, stopped, failed or lost; `detail` is a line for a person."""
+
+    state: str
+    detail: str
+
+
+class Run:
+    """A run's folder as the launch side sees it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @property
+    def job(self) -> dict[str, Any]:
+        """What was submitted last (job.json)."""
+        path = self.folder / "job.json"
+        try:
+            job: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(f"{self.folder}: holds no job.json, so nothing was submitted from it; name a run folder") from None
+        return job
+
+    def keep(self, plan: Plan, job: dict[str, Any]) -> None:
+        """Write what was sent, whole or not at all."""
+        job = {"backend": plan.backend, "submitted": round(time.time(), 3), "workdir": os.getcwd(), **job}
+        job["commands"] = [asdict(command) for command in plan.commands]
+        write_whole(self.folder / "job.json", json.dumps(job, indent=2) + "\n")
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """The records of events.jsonl, oldest first."""
+        path = self.folder / "events.jsonl"
+        if path.exists():
+            for line in path.read_text(encoding="utf-8").splitlines():
+                yield json.loads(line)
+
+    def logs(self, rank: int | None = None) -> list[Path]:
+        """The logs of the newest attempt: of one rank, or of all ranks."""
+        attempts = sorted((self.folder / "logs").glob("attempt-*"))
+        pattern = "rank-*.log" if rank is None else f"rank-{rank:04d}.*.log"
+        return sorted(attempts[-1].glob(pattern)) if attempts else []
+
+
+def new_run_dir(config: Config) -> str:
+    """The folder for a new run, absolute: the config's own, or RUNS_DIR/NAME-DATE-TIME. It is not made."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    path = Path(config.run_dir or f"{config.runs_dir}/{config.name}-{stamp}").absolute()
+    base, number = path, 2
+    while not config.run_dir and path.exists():
+        path, number = base.with_name(f"{base.name}-{number}"), number + 1
+    return str(path)
+
+
+def resolved(config: Config, run_dir: str) -> str:
+    """The text of RUN/config.yaml."""
+    return dump_config(config.model_copy(update={"run_dir": run_dir}))
+
+
+def write_plan(plan: Plan) -> Run:
+    """Make the run folder and write the plan and its files into it.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    folder = Path(plan.run_dir)
+    try:
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        for name, content in {**plan.files, "plan.txt": plan.text()}.items():
+            write_whole(folder / name, content)
+    except OSError as error:
+        raise ConfigError(f"run_dir={folder}: {error.strerror or error}; choose a folder that can be written") from None
+    return Run(folder)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a reader sees all of it or none."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def find_run(name: str | None) -> Run:
+    """A run by its folder, by its name under runs/, or (None) the newest under runs/.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name is None:
+        jobs = sorted(Path("runs").glob("*/job.json"), key=lambda path: path.stat().st_mtime)
+        if not jobs:
+            raise ConfigError("RUN: no run under runs/; name a run folder")
+        return Run(jobs[-1].parent)
+    for folder in (Path(name), Path("runs") / name):
+        if folder.is_dir():
+            return Run(folder)
+    raise ConfigError(f"RUN={name}: no such run folder; see ls runs/")

@@ -1,0 +1,178 @@
+"""The entry of a node: `trainer node CONFIG` is what runs on every node, everywhere. Only this module here knows the config."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer import targets
+from trainer.config import TRAIN, Config
+from trainer.errors import Fault, FaultError, KitError
+from trainer.node import ranks, rendezvous
+from trainer.node.guard import Guard
+from trainer.node.identity import Identity, identify
+from trainer.node.logs import RunFolder, say
+from trainer.process import usable_cores
+from trainer.settings import dump_config, load_config
+
+if TYPE_CHECKING:
+    from trainer.node.watch import Watch
+
+TERMINAL = "TRAINER_TERMINAL_FD"  # tells rank 0 where to draw its progress bar
+
+
+def main(arguments: list[str]) -> int:
+    """Run this node to its end; returns the exit code."""
+    try:
+        config = load_config(*arguments)
+        node = identify(os.environ, config.resources.nodes, config.resources.ranks, config.backend == "local")
+        return _Node(config, node).run()
+    except FaultError as error:
+        say(error.fault.line())
+        return error.exit_code
+    except KitError as error:
+        for line in error.lines:
+            say(f"error: {line}")
+        return error.exit_code
+
+
+class _Node:
+    """The phases of a node's life, in order."""
+
+    def __init__(self, config: Config, node: Identity) -> None:
+        self.config, self.node = config, node
+        self.folder = RunFolder(Path(config.folder))
+        self.config_file = self.folder.folder / "config.yaml"
+
+    def run(self) -> int:
+        node = self.node
+        self.guard = Guard()  # first: before any thread exists
+        listener = rendezvous.listen(node) if node.node_rank == 0 else None
+        if listener:
+            node = self.node = _with_port(node, listener.getsockname()[1])
+        self._prepare_environment()
+        _warm_up(self.config)
+        # Loaded here and not at the top: it brings torch, and the threads of its libraries are counted from the environment.
+        rollcall = importlib.import_module("trainer.node.rollcall")
+        watch = importlib.import_module("trainer.node.watch")
+        signals = watch.Signals()
+        deadline = time.monotonic() + self.config.watch.join_seconds
+        if listener:
+            rollcall.serve(listener, self.guard.forget)
+            self._keep_config()
+        rendezvous.reach(node, deadline)
+        roll = rollcall.join(node, rollcall.connect(node), self.folder.attempts(), deadline, say)
+        watcher = watch.Watch(roll, self.guard, signals, self.config.watch.stop_seconds, _on_terminal(node))
+        return self._train(watcher)
+
+    def _prepare_environment(self) -> None:
+        """Before torch is loaded: thread counts (a torchrun of several ranks would set one), and loopback for one machine."""
+        cores = usable_cores()
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // self.node.nproc_per_node)))
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start a thread here, and forked ranks would miss it
+        if self.node.master_addr == "127.0.0.1" and sys.platform == "linux":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        sys.path.insert(0, os.getcwd())  # targets of the user's own
+
+    def _keep_config(self) -> None:
+        text = dump_config(self.config)
+        self.folder.folder.mkdir(parents=True, exist_ok=True)
+        if not self.config_file.exists() or self.config_file.read_text(encoding="utf-8") != text:
+            temporary = self.config_file.with_suffix(".tmp")
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(self.config_file)
+
+    def _train(self, watch: Watch) -> int:
+        node, attempt = self.node, watch.roll.attempt
+        facts = {"attempt": attempt, "node_rank": node.node_rank, "host": node.host}
+        self.folder.event("node_start", **facts, pid=os.getpid(), nnodes=node.nnodes, identity=node.source)
+        reason = ranks.unsafe_to_fork()
+        if reason:
+            say(f"[{node.host}] starting ranks as fresh processes, which is slower than forking them: {reason}")
+        keep = [os.dup(2)] if _on_terminal(node) else []
+        try:
+            for local_rank in range(node.nproc_per_node):
+                rank = self._rank(local_rank, attempt, keep)
+                watch.add(rank, ranks.spawn(rank, tuple(keep)) if reason else ranks.fork(rank, self.guard.forget))
+            code, fault = watch.run()
+        finally:
+            watch.kill()
+        self.folder.event("node_end", **facts, exit_code=int(code), fault=fault.line() if fault else None)
+        self._leave(watch, fault)
+        if fault:
+            say(fault.line())
+        self.guard.close()
+        return code
+
+    def _leave(self, watch: Watch, fault: Fault | None) -> None:
+        """Say goodbye; after a fault, node 0 keeps the store a little longer so that all can read the verdict."""
+        roll = watch.roll
+        try:
+            if self.node.node_rank > 0 or fault:
+                roll.say_goodbye()
+            until = time.monotonic() + 5
+            while fault and self.node.node_rank == 0 and not roll.all_said_goodbye() and time.monotonic() < until:
+                time.sleep(0.1)
+        except ConnectionError:
+            pass
+
+    def _rank(self, local_rank: int, attempt: int, keep: list[int]) -> ranks.Rank:
+        node, config = self.node, self.config
+        rank = node.node_rank * node.nproc_per_node + local_rank
+        name = self.folder.logs(attempt) / f"rank-{rank:04d}.{node.host}"
+        environ = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(node.world_size),
+            "LOCAL_WORLD_SIZE": str(node.nproc_per_node),
+            "GROUP_RANK": str(node.node_rank),
+            "GROUP_WORLD_SIZE": str(node.nnodes),
+            "MASTER_ADDR": node.master_addr,
+            "MASTER_PORT": str(node.master_port),
+            # torch's rendezvous then joins the store that runs already instead of starting one on rank 0
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            "TORCHELASTIC_RUN_ID": config.name,
+            ranks.ERROR_FILE: f"{name}.error.json",
+        }
+        if keep and rank == 0:
+            environ[TERMINAL] = str(keep[0])
+        if config.entrypoint == TRAIN:
+            arguments = [str(self.config_file)]
+        else:
+            values = {"{rank}": str(rank), "{local_rank}": str(local_rank), "{world_size}": str(node.world_size)}
+            arguments = [_fill(argument, values) for argument in config.entrypoint_args]
+        return ranks.Rank(rank, local_rank, config.entrypoint, arguments, environ, f"{name}.log", f"{name}.error.json")
+
+
+def _warm_up(config: Config) -> None:
+    """Import once what every rank needs, so that forked ranks start in a moment. Nothing here may touch CUDA.
+
+    Raises:
+        ConfigError: a target does not exist: no rank starts then.
+    """
+    importlib.import_module("torch")
+    if config.entrypoint == TRAIN:
+        importlib.import_module(f"{TRAIN}.__main__")
+        del sys.modules[f"{TRAIN}.__main__"]  # each rank runs it as its own __main__; what it imported stays warm
+        importlib.import_module("torch._dynamo")  # the DDP constructor loads it
+        for name in ("model", "data", "loss", "optimizer"):
+            targets.resolve(name, getattr(config, name).target)
+
+
+def _with_port(node: Identity, port: int) -> Identity:
+    return Identity(node.nnodes, node.node_rank, node.nproc_per_node, node.master_addr, port, node.source)
+
+
+def _fill(argument: str, values: dict[str, str]) -> str:
+    for name, value in values.items():
+        argument = argument.replace(name, value)
+    return argument
+
+
+def _on_terminal(node: Identity) -> bool:
+    return node.node_rank == 0 and os.isatty(2)

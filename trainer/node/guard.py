@@ -1,0 +1,58 @@
+"""A small process that outlives a killed node process just long enough to end its ranks and all that they started."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+
+
+class Guard:
+    """Holds the process groups of the ranks; kills them when the node process is gone, however it went.
+
+    The kernel's parent-death signal ends a rank, but not its loader workers or other children, and not everywhere: this does.
+    Make it before any thread exists. Every child forked later must call `forget`, or the guard would wait for it too.
+    """
+
+    def __init__(self) -> None:
+        reader, self._writer = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(self._writer)
+            _stand_by(reader)
+        os.close(reader)
+
+    def add(self, group: int) -> None:
+        """Take a process group in."""
+        os.write(self._writer, f"+{group}\n".encode())
+
+    def remove(self, group: int) -> None:
+        """Let a process group go: it has ended and its number may be given to others."""
+        os.write(self._writer, f"-{group}\n".encode())
+
+    def forget(self) -> None:
+        """In a forked child: drop the line by which the guard sees that the node process lives."""
+        os.close(self._writer)
+
+    def close(self) -> None:
+        """End the guard; groups that are still in are killed."""
+        os.close(self._writer)
+        with suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+
+
+def _stand_by(reader: int) -> None:
+    os.setsid()  # signals to the node's process group, such as Ctrl-C, do not reach it
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(null, descriptor)
+    groups: set[int] = set()
+    with os.fdopen(reader) as lines:
+        for line in lines:
+            (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
+    for group in groups:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, signal.SIGKILL)
+    os._exit(0)

@@ -1,0 +1,142 @@
+"""Starting one rank: fork it from the warm node process, or spawn it where forking is not safe; and what it leaves behind."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from trainer.errors import write_error_file
+from trainer.process import die_with_parent
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torch's own variable: its @record decorator writes there too
+
+
+@dataclass(frozen=True)
+class Rank:
+    """How to start one rank."""
+
+    rank: int
+    local_rank: int
+    entrypoint: str  # a module, or a path ending in .py
+    arguments: list[str]
+    environ: dict[str, str]  # on top of the node's own
+    log: str  # path: stdout and stderr go there
+    error_file: str  # path: a rank that fails leaves its reason there
+
+
+def fork(rank: Rank, in_child: Callable[[], None]) -> int:
+    """Start a rank as a copy of this process; returns its pid, which is also its process group.
+
+    Nothing must run in other threads and no CUDA context may exist: see `unsafe_to_fork`.
+    """
+    parent = os.getpid()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            in_child()
+            _run(rank, parent)
+        finally:
+            os._exit(70)  # not reached: _run ends the process
+    _own_group(pid)
+    return pid
+
+
+def spawn(rank: Rank, keep_open: tuple[int, ...] = ()) -> int:
+    """Start a rank as a fresh interpreter; returns its pid, which is also its process group."""
+    argv = [sys.executable, "-m", "trainer.node.ranks", json.dumps(asdict(rank)), str(os.getpid())]
+    process = subprocess.Popen(argv, env={**os.environ, **rank.environ}, pass_fds=keep_open)
+    process.returncode = 0  # the watch reaps it by pid; Popen must not
+    _own_group(process.pid)
+    return process.pid
+
+
+def unsafe_to_fork() -> str | None:
+    """Why ranks must not be forked from this process, or None."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "a CUDA context exists"
+    if threading.active_count() > 1:
+        return f"the thread {threading.enumerate()[-1].name!r} is running"
+    tasks = Path("/proc/self/task")
+    if tasks.is_dir() and len(list(tasks.iterdir())) > 1:
+        return f"{len(list(tasks.iterdir())) - 1} native threads are running"
+    return None if sys.platform == "linux" else f"{sys.platform} does not support it"
+
+
+def _own_group(pid: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.setpgid(pid, pid)  # the child does the same; whoever is first
+
+
+def _run(rank: Rank, parent: int) -> None:
+    """Become the rank: never returns."""
+    os.setpgid(0, 0)
+    die_with_parent(parent)
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    os.environ.update(rank.environ)
+    _redirect(rank.log)
+    code = _call(rank)
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's own threads, as the interpreter does
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def _redirect(log: str) -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for descriptor in (1, 2):
+        os.dup2(out, descriptor)
+    os.close(out)
+    sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+
+
+def _call(rank: Rank) -> int:
+    """Run the entrypoint as `python -m` or `python FILE` would; returns the exit code."""
+    sys.argv = [rank.entrypoint, *rank.arguments]
+    try:
+        if rank.entrypoint.endswith(".py"):
+            sys.path.insert(0, str(Path(rank.entrypoint).resolve().parent))
+            runpy.run_path(rank.entrypoint, run_name="__main__")
+        else:
+            runpy.run_module(rank.entrypoint, run_name="__main__", alter_sys=True)
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            return (error.code or 0) & 0xFF
+        print(error.code, file=sys.stderr)
+        write_error_file(rank.error_file, error)
+        return 1
+    except BaseException as error:
+        write_error_file(rank.error_file, error)
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _read(text: str) -> Rank:
+    return Rank(**json.loads(text))
+
+
+if __name__ == "__main__":
+    _run(_read(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,81 @@
+"""Node 0's port: bound before anything else happens there, and reached from the other nodes with a reason where it is not."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import time
+
+from trainer.errors import ExitCode, FaultError
+from trainer.node.identity import Identity
+
+LISTENER = "TRAINER_MASTER_FD"  # a listening socket from the local launcher, so that no other job can take the port
+_RETRY_SECONDS = 0.5
+_CONNECT_SECONDS = 3.0
+
+
+def listen(node: Identity) -> socket.socket:
+    """Bind node 0's port.
+
+    Raises:
+        FaultError: the port is taken, or the address is not this machine's.
+    """
+    if given := os.environ.pop(LISTENER, None):
+        return socket.socket(fileno=int(given))
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    host = node.master_addr if node.nnodes == 1 else "0.0.0.0"  # noqa: S104 (peers come over any interface)
+    try:
+        listener.bind((host, node.master_port))
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        cause = f"port {node.master_port} is already in use on {node.host}"
+        fix = f"find its holder with: ss -ltnp sport = :{node.master_port}; stop it or choose another port"
+        raise node.fault("A3", cause, fix) from None
+    listener.listen(1024)
+    return listener
+
+
+def reach(node: Identity, deadline: float) -> None:
+    """Wait until node 0's port accepts a connection.
+
+    Args:
+        deadline: time.monotonic() at which to give up.
+
+    Raises:
+        FaultError: it does not; the reason says what the last try met.
+    """
+    while True:
+        trouble = _try(node)
+        if trouble is None:
+            return
+        if time.monotonic() + _RETRY_SECONDS > deadline:
+            raise trouble
+        time.sleep(_RETRY_SECONDS)
+
+
+def _try(node: Identity) -> FaultError | None:
+    where = f"{node.master_addr}:{node.master_port}"
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(node.master_addr, node.master_port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror:
+        cause = f"the master address {node.master_addr!r} (port {node.master_port}) does not resolve on {node.host}"
+        return node.fault("A2", cause, "use node 0's IP address, or add the name to DNS or /etc/hosts", ExitCode.JOIN)
+    with socket.socket(family, kind, protocol) as probe:
+        probe.settimeout(_CONNECT_SECONDS)
+        try:
+            probe.connect(address)
+            return None
+        except ConnectionRefusedError:
+            cause = f"nothing listens on {where}, connection refused"
+            return node.fault(
+                "A1", cause, "check that node 0 runs there and that address and port agree on all nodes", ExitCode.JOIN
+            )
+        except TimeoutError:
+            cause = f"no answer from {where} (filtered?)"
+            return node.fault("A10", cause, "check the address, and that a firewall lets this port through", ExitCode.JOIN)
+        except OSError as error:
+            cause = f"no way to {where}: {error.strerror or error}"
+            return node.fault("A1", cause, "check the address and this node's network", ExitCode.JOIN)

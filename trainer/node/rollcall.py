@@ -1,0 +1,158 @@
+"""The roll call on node 0's store: who is there, one verdict for all, one fault for all, and a counted goodbye."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistError
+
+from trainer.errors import ExitCode, Fault
+from trainer.node.identity import Identity
+from trainer.process import die_with_parent
+
+_STORE_SECONDS = 10.0  # limit of one request
+_POLL_SECONDS = 0.2
+_SAY_SECONDS = 15.0
+_GO = "go"
+_Answer = TypeVar("_Answer")
+
+
+@dataclass
+class Roll:
+    """The nodes' common ground once all have joined. Requests that node 0 does not answer raise `ConnectionError`."""
+
+    node: Identity
+    store: Store
+    attempt: int = 0
+
+    def report(self, fault: Fault) -> Fault:
+        """Report a fault; returns the job's fault, which is the first that anyone reported."""
+        return self._fault(self._ask(lambda: self.store.compare_set("fault", "", fault.to_json())))
+
+    def fault(self) -> Fault | None:
+        """The job's fault, if there is one by now."""
+        if not self._ask(lambda: self.store.check(["fault"])):
+            return None
+        return self._fault(self._ask(lambda: self.store.get("fault")))
+
+    def say_goodbye(self) -> None:
+        """This node has no more to do with the others."""
+        self._ask(lambda: self.store.add("goodbye", 1))
+
+    def all_said_goodbye(self) -> bool:
+        """Whether node 0 may take the store away."""
+        return int(self._ask(lambda: self.store.add("goodbye", 0))) >= self.node.nnodes
+
+    @staticmethod
+    def _fault(answer: bytes) -> Fault:
+        return Fault.from_json(answer.decode())
+
+    @staticmethod
+    def _ask(request: Callable[[], _Answer]) -> _Answer:
+        try:
+            return request()
+        except (DistError, RuntimeError) as error:
+            raise ConnectionError(str(error)) from None
+
+
+def serve(listener: socket.socket, in_child: Callable[[], None]) -> int:
+    """Run the store in a process of its own, so that this one keeps a single thread and can fork; returns its pid."""
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        listener.close()
+        return pid
+    try:
+        in_child()
+        die_with_parent(parent)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)  # its end is the node process's end, or its word
+        host, port = listener.getsockname()
+        store = TCPStore(host, port, is_master=True, master_listen_fd=listener.detach(), wait_for_workers=False)
+        while store:
+            signal.pause()
+    finally:
+        os._exit(1)
+
+
+def connect(node: Identity) -> Store:
+    """This node's line to the store."""
+    timeout = timedelta(seconds=_STORE_SECONDS)
+    store = TCPStore(node.master_addr, node.master_port, is_master=False, timeout=timeout, wait_for_workers=False)
+    return PrefixStore("nodes", store)
+
+
+def join(node: Identity, store: Store, attempt: int, deadline: float, say: Callable[[str], None]) -> Roll:
+    """Report in and wait for node 0's verdict.
+
+    Args:
+        attempt: number of this attempt; node 0's word counts.
+        deadline: time.monotonic() at which node 0 stops waiting.
+        say: told every 15 s who is missing.
+
+    Raises:
+        FaultError: somebody is missing, or two nodes claim one rank; the same on every node that came.
+    """
+    roll = Roll(node, store, attempt)
+    claim = json.dumps({"host": node.host, "pid": os.getpid()})
+    holder = store.compare_set(f"node/{node.node_rank}", "", claim).decode()
+    if holder != claim:
+        other = json.loads(holder)
+        cause = (
+            f"node rank {node.node_rank} is claimed by {other['host']} (pid {other['pid']}) and {node.host} (pid {os.getpid()})"
+        )
+        fault = node.fault("A11", cause, "give each node a PET_NODE_RANK of its own").fault
+        store.compare_set("verdict", "", roll.report(fault).to_json())
+    if node.node_rank == 0:
+        _decide(roll, deadline, say)
+    # Node 0 decides by its own clock; the others give it some seconds more before they call it lost.
+    while not roll._ask(lambda: store.check(["verdict"])):
+        if time.monotonic() > deadline + _STORE_SECONDS:
+            raise node.fault("A12", "node 0 gave no verdict in time", "look at node 0's log", ExitCode.JOIN)
+        time.sleep(_POLL_SECONDS)
+    verdict = store.get("verdict").decode()
+    if not verdict.startswith(_GO):
+        from_node_0 = Fault.from_json(verdict)
+        error = node.fault(from_node_0.code, from_node_0.cause, from_node_0.fix, from_node_0.exit_code)
+        error.fault = from_node_0
+        raise error
+    roll.attempt = int(verdict.removeprefix(_GO))
+    return roll
+
+
+def _decide(roll: Roll, deadline: float, say: Callable[[str], None]) -> None:
+    """Node 0: wait for all, then give the verdict."""
+    node, store = roll.node, roll.store
+    missing = list(range(1, node.nnodes))
+    started = said = time.monotonic()
+    while missing and time.monotonic() < deadline:
+        missing = [rank for rank in missing if not store.check([f"node/{rank}"])]
+        if store.check(["verdict"]):
+            return
+        if missing and time.monotonic() - said > _SAY_SECONDS:
+            said = time.monotonic()
+            say(f"{node.nnodes - len(missing)} of {node.nnodes} nodes are here; waiting for node rank {_list(missing)}")
+        if missing:
+            time.sleep(_POLL_SECONDS)
+    if not missing:
+        store.compare_set("verdict", "", f"{_GO}{roll.attempt}")
+        return
+    waited = time.monotonic() - started
+    cause = f"{node.nnodes - len(missing)} of {node.nnodes} nodes joined in {waited:.0f} s; missing: node rank {_list(missing)}"
+    fix = "look at the missing nodes' logs; a node that is slow to start needs a larger watch.join_seconds"
+    fault = Fault("A12", node.host, cause, fix, ExitCode.JOIN, node_rank=missing[0])
+    store.compare_set("verdict", "", fault.to_json())
+
+
+def _list(numbers: list[int]) -> str:
+    shown = ", ".join(str(number) for number in numbers[:10])
+    return shown + (f" and {len(numbers) - 10} more" if len(numbers) > 10 else "")

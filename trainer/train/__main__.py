@@ -1,0 +1,184 @@
+"""The entry of a rank: reads the config, builds the parts, trains. The only module of this room that knows the config.
+
+python -m trainer.train CONFIG [section.key=value ...]      one process
+torchrun --nproc-per-node 2 -m trainer.train CONFIG         torch's own launcher, on one node or several
+trainer run CONFIG                                          the kit's node process starts the ranks
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from trainer import targets
+from trainer.config import Config, accumulation_steps
+from trainer.errors import ConfigError, ExitCode, KitError
+from trainer.settings import dump_config, load_config
+from trainer.train.batches import GlobalOrder, Loading, mix
+from trainer.train.checkpoint import Checkpointer
+from trainer.train.data import split
+from trainer.train.distributed import World, joined
+from trainer.train.loop import Loop, StepOptions
+from trainer.train.optim import LearningRate, MovingAverage, Schedule
+from trainer.train.random_state import seed_all, set_random_state
+from trainer.train.run import Cadence, Run
+from trainer.train.stop import StopSignal
+
+logger = logging.getLogger(__name__)
+
+
+def main(arguments: list[str]) -> int:
+    """Train; returns the exit code of this rank."""
+    try:
+        config = load_config(*arguments)
+        with joined(config.resources.gpus_per_node, config.watch.stall_seconds) as world:
+            _configure_logging(world)
+            return train(config, world)
+    except KitError as error:
+        for line in error.lines:
+            print(f"error: {line}", file=sys.stderr, flush=True)
+        return error.exit_code
+
+
+def train(config: Config, world: World) -> int:
+    """Train one run to its end, or to a stop signal; returns the exit code."""
+    folder = Path(config.folder)
+    if world.rank == 0:
+        _keep_config(config, folder)
+    with StopSignal(world) as stop:
+        training, evaluation = _data(config)
+        order = _order(config, world, len(training))  # type: ignore[arg-type]
+        total = _total_steps(config, order)
+        loop = _loop(config, world, order, total)
+        saver = Checkpointer(folder / "checkpoints", world, config.checkpoint.keep_last)
+        _resume(config, loop, saver)
+        _tell(config, world, order, loop, total)
+        run = Run(world, order, total, loop, saver, training, evaluation, _cadence(config), _loading(config, world))
+        return ExitCode.STOPPED if run.go(stop, folder, config.training.tensorboard) else ExitCode.DONE
+
+
+def _data(config: Config) -> tuple[Dataset[Any], Dataset[Any] | None]:
+    assert config.data is not None
+    return split(config.data.target, targets.call("data", config.data.target, config.data.args))
+
+
+def _order(config: Config, world: World, samples: int) -> GlobalOrder:
+    options = config.training
+    try:
+        accumulation = accumulation_steps(options.batch_size, options.micro_batch_size, world.world_size)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return GlobalOrder(samples, options.batch_size, accumulation, world.rank, world.world_size, options.seed)
+
+
+def _total_steps(config: Config, order: GlobalOrder) -> int:
+    total = config.training.epochs * order.steps_per_epoch
+    return min(total, config.training.max_steps or total)
+
+
+def _loop(config: Config, world: World, order: GlobalOrder, total: int) -> Loop:
+    options = config.training
+    seed_all(options.seed)  # the same weights on every rank
+    model = _model(config, world)
+    loss = targets.call("loss", config.loss.target, config.loss.args)
+    optimizer = targets.call("optimizer", config.optimizer.target, config.optimizer.args, model.parameters())
+    schedule = Schedule(total, config.schedule.warmup_steps, config.schedule.decay, config.schedule.final_fraction)
+    reference = config.optimizer.scale_lr_from_batch_size
+    rate = LearningRate(optimizer, schedule, options.batch_size / reference if reference else 1.0)
+    assert config.model is not None
+    step = StepOptions(order.accumulation, options.precision, options.grad_clip_norm, config.model.channels_last)
+    average = MovingAverage(model, options.ema_decay) if options.ema_decay is not None else None
+    loop = Loop(model, loss, optimizer, rate, world, step, average, config.model.find_unused_parameters)
+    seed_all(mix(options.seed, world.rank) % 2**32)  # from here on, dropout and the like differ between ranks
+    return loop
+
+
+def _model(config: Config, world: World) -> nn.Module:
+    assert config.model is not None
+    target = config.model.target
+    function = targets.resolve("model", target)
+    extra: dict[str, Any] = {}
+    if "devices" in inspect.signature(function).parameters:
+        extra["devices"] = list(world.devices)
+    model: nn.Module = targets.call("model", target, config.model.args, **extra)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model.target={target}: returned a {type(model).__name__}; it must return a torch.nn.Module")
+    if not extra:
+        model = model.to(world.device)
+    if config.model.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    if config.model.sync_batchnorm and world.grouped:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+    if config.training.compile:
+        model.compile()  # in place, so that the names in its state stay the same
+    return model
+
+
+def _cadence(config: Config) -> Cadence:
+    options = config.training
+    return Cadence(options.log_every_steps, options.evaluate_every_epochs, config.checkpoint.every_steps)
+
+
+def _loading(config: Config, world: World) -> Loading:
+    data = config.data
+    assert data is not None
+    pin = data.pin_memory and world.device.type == "cuda"
+    return Loading(data.num_workers, data.prefetch_factor, pin, config.watch.stall_seconds)
+
+
+def _resume(config: Config, loop: Loop, saver: Checkpointer) -> None:
+    state = saver.load(required=config.checkpoint.resume == "required")
+    if state is None:
+        return
+    for name in ("batch_size", "seed"):
+        now = getattr(config.training, name)
+        if state[name] != now:
+            raise ConfigError(
+                f"training.{name}={now}: the checkpoint of step {state['step']} in {saver.folder} has {state[name]}, "
+                "and the order of the samples hangs on it; set it back or start a new run"
+            )
+    loop.load_state(state)
+    ranks = state["ranks"]
+    if len(ranks) == loop.world.world_size:  # at another world size the seeds of a fresh start stand
+        set_random_state(ranks[loop.world.rank]["random"])
+
+
+def _tell(config: Config, world: World, order: GlobalOrder, loop: Loop, total: int) -> None:
+    if world.rank != 0:
+        return
+    parameters = sum(p.numel() for p in loop.bare.parameters())
+    logger.info(
+        f"{config.name}: {world.world_size} ranks on {world.device.type}, {config.training.precision}, {parameters:,} parameters, "
+        f"batch {order.batch_size} = {world.world_size} ranks x {order.micro_batch_size} x {order.accumulation} accumulation"
+    )
+    logger.info(
+        f"{order.samples} samples: {order.steps_per_epoch} steps an epoch, {order.samples % order.batch_size} samples left out "
+        f"of each epoch, others each time; {total} steps in all"
+    )
+
+
+def _keep_config(config: Config, folder: Path) -> None:
+    """The run folder tells its whole config, whoever started the ranks."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "config.yaml").exists():
+        (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+
+
+def _configure_logging(world: World) -> None:
+    logging.basicConfig(
+        level=logging.INFO if world.rank == 0 else logging.WARNING,
+        format=f"[{world.host} r{world.rank}] %(message)s",
+        stream=sys.stderr,
+        force=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,133 @@
+"""From a dataset to this rank's batches, in a global order that no launch can change."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from trainer.errors import ConfigError
+from trainer.train.random_state import random_state_kept, seed_cpu
+
+Sample = tuple[torch.Tensor, Any]
+Chosen = tuple[int, torch.Tensor]  # (epoch, sample indices (B,)): one micro-batch
+Key = tuple[int, int]  # (epoch, index): one sample, as a loader worker is asked for it
+
+
+def mix(*numbers: int) -> int:
+    """A 63-bit seed from several numbers, so that neighbouring seeds, epochs and samples share nothing."""
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class GlobalOrder:
+    """Which samples make which micro-batch of which rank.
+
+    The order of an epoch is a permutation by (seed, epoch) alone. Global batch k is its k-th run of `batch_size` samples, and
+    rank r takes from it, in accumulation step a, the micro-batch number a * world_size + r: the same batches in the same order
+    at any world size. The samples behind the last whole global batch are left out, others in each epoch.
+    """
+
+    def __init__(self, samples: int, batch_size: int, accumulation: int, rank: int, world_size: int, seed: int) -> None:
+        if samples < batch_size:
+            raise ConfigError(
+                f"training.batch_size={batch_size}: the training data has only {samples} samples; make it at most {samples}"
+            )
+        self.samples, self.batch_size, self.accumulation = samples, batch_size, accumulation
+        self.rank, self.world_size, self.seed = rank, world_size, seed
+        self.micro_batch_size = batch_size // (accumulation * world_size)
+        self.steps_per_epoch = samples // batch_size
+
+    def global_batch(self, step: int) -> torch.Tensor:
+        """Sample indices of the global batch of optimizer step `step` (from 0, over all epochs): shape (batch_size,)."""
+        epoch, inside = divmod(step, self.steps_per_epoch)
+        return self._permutation(epoch)[inside * self.batch_size : (inside + 1) * self.batch_size]
+
+    def micro_batches(self, first_step: int, last_step: int) -> Iterator[Chosen]:
+        """This rank's micro-batches for steps first_step <= step < last_step."""
+        permutation, known = torch.empty(0), -1
+        for step in range(first_step, last_step):
+            epoch, inside = divmod(step, self.steps_per_epoch)
+            if epoch != known:
+                permutation, known = self._permutation(epoch), epoch
+            for micro in range(self.accumulation):
+                start = inside * self.batch_size + (micro * self.world_size + self.rank) * self.micro_batch_size
+                yield epoch, permutation[start : start + self.micro_batch_size]
+
+    def _permutation(self, epoch: int) -> torch.Tensor:
+        return torch.randperm(self.samples, generator=torch.Generator().manual_seed(mix(self.seed, epoch)))
+
+
+class TensorImages(Dataset[Sample]):
+    """Images held in memory as bytes and handed out as whole batches: shape (N, C, H, W), normalised float32."""
+
+    def __init__(self, images: torch.Tensor, labels: torch.Tensor, mean: float, std: float) -> None:
+        self.images, self.labels, self.mean, self.std = images, labels, mean, std
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Sample:
+        image, label = self.batch(torch.tensor([index]))
+        return image[0], label[0]
+
+    def batch(self, indices: torch.Tensor) -> Sample:
+        """For indices (B,): images (B, C, H, W) float32 and labels (B,) int64."""
+        return self.images[indices].float().sub_(self.mean).div_(self.std), self.labels[indices]
+
+
+class Seeded(Dataset[Any]):
+    """A dataset whose random augmentation is a function of (seed, epoch, sample), not of the worker or rank that loads it."""
+
+    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+
+    def __getitems__(self, keys: list[Key]) -> list[Any]:
+        """DataLoader's own name for fetching a whole batch at once."""
+        with random_state_kept():
+            return [self._sample(*key) for key in keys]
+
+    def _sample(self, epoch: int, index: int) -> Any:
+        seed_cpu(mix(self.seed, epoch, index))
+        return self.dataset[index]
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How batches are loaded."""
+
+    num_workers: int = 0  # processes of each rank; 0: in the rank itself
+    prefetch_factor: int = 2  # batches that each of them keeps ready
+    pin_memory: bool = False
+    timeout_seconds: float = 0  # a worker that gives nothing for so long is an error; 0: wait for ever
+
+
+def batches(dataset: Dataset[Any], chosen: Iterator[Chosen], seed: int, loading: Loading) -> Iterator[Any]:
+    """The batches that were chosen, in order. Loader workers, if any, live until the last of them."""
+    if isinstance(dataset, TensorImages):  # gathering from memory is faster than handing over from a worker
+        return (dataset.batch(indices) for _, indices in chosen)
+    workers = loading.num_workers
+    loader = DataLoader(
+        Seeded(dataset, seed),
+        batch_sampler=_Once(chosen),
+        num_workers=workers,
+        prefetch_factor=loading.prefetch_factor if workers else None,
+        pin_memory=loading.pin_memory,
+        timeout=loading.timeout_seconds if workers else 0,
+        collate_fn=getattr(dataset, "collate_fn", default_collate),
+    )
+    return iter(loader)
+
+
+class _Once:
+    """A batch sampler over an iterator that is used up once: DataLoader asks for its iterator a single time."""
+
+    def __init__(self, chosen: Iterator[Chosen]) -> None:
+        self.chosen = chosen
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        return ([(epoch, index) for index in indices.tolist()] for epoch, indices in self.chosen)

@@ -1,0 +1,181 @@
+"""Checkpoints that a kill cannot spoil: written aside, synced, renamed, checked by sha256 before they are used.
+
+checkpoints/step-00000200/state.pt        tensors and plain types only: loads with weights_only=True
+checkpoints/step-00000200/manifest.json   step, and size and sha256 of each file
+checkpoints/latest -> step-00000200       for people; a resume looks for the newest whole one itself
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from trainer.errors import ConfigError
+from trainer.train.distributed import World
+
+logger = logging.getLogger(__name__)
+
+STATE, MANIFEST, LATEST = "state.pt", "manifest.json", "latest"
+
+
+class Checkpointer:
+    """Saves on rank 0 and loads on all ranks, in one folder that all ranks see."""
+
+    def __init__(self, folder: Path, world: World, keep_last: int = 3) -> None:
+        self.folder, self.world, self.keep_last = folder, world, keep_last
+
+    def save(self, step: int, state: dict[str, Any], own: dict[str, Any]) -> Path:
+        """Save; every rank must call it.
+
+        Args:
+            step: optimizer steps done.
+            state: what is equal on all ranks; rank 0's is written.
+            own: what differs between ranks, such as random state; gathered into `state["ranks"]`.
+        """
+        target = self.folder / f"step-{step:08d}"
+        ranks = self.world.gather(own)
+        if self.world.rank == 0 and not _problem(target):
+            logger.info("checkpoint of step %d is there already", step)
+        elif self.world.rank == 0:
+            self._write(target, {"step": step, **state, "ranks": ranks})
+            self._prune()
+        return target
+
+    def load(self, required: bool = False) -> dict[str, Any] | None:
+        """The newest whole checkpoint's state, on the CPU, the same on all ranks; None if there is none.
+
+        Raises:
+            ConfigError: `required` and there is none, or this rank cannot see the one that rank 0 chose.
+        """
+        name = self.world.from_rank_0(self._newest() if self.world.rank == 0 else None)
+        if name is None:
+            if required:
+                raise ConfigError(
+                    f"checkpoint.resume=required: no whole checkpoint in {self.folder}; correct run_dir or set auto"
+                )
+            logger.info("no checkpoint in %s: starting at step 0", self.folder)
+            return None
+        path = self.folder / name / STATE
+        if not path.is_file():
+            raise ConfigError(f"run_dir: {path} is not visible on {self.world.host}; put run_dir on storage that all nodes share")
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        logger.info("resuming at step %d from %s", state["step"], path.parent)
+        return state
+
+    def steps(self) -> list[int]:
+        """Steps of all checkpoints in the folder, whole or not, oldest first."""
+        return sorted(int(path.name.removeprefix("step-")) for path in self.folder.glob("step-????????") if path.is_dir())
+
+    def _newest(self) -> str | None:
+        steps = self.steps()
+        for step in reversed(steps):
+            name = f"step-{step:08d}"
+            problem = _problem(self.folder / name)
+            if problem is None:
+                if step != steps[-1]:
+                    logger.warning("using the checkpoint of step %d; %d steps are lost", step, steps[-1] - step)
+                return name
+            logger.warning("checkpoint of step %d is damaged: %s", step, problem)
+        return None
+
+    def _write(self, target: Path, state: dict[str, Any]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for stale in self.folder.glob("*.tmp"):
+            _remove(stale)
+        staging = target.with_suffix(".tmp")
+        staging.mkdir()
+        try:
+            with open(staging / STATE, "wb") as file:
+                writer = _HashingFile(file)
+                torch.save(state, writer)  # type: ignore[arg-type]
+                _sync(file)
+            files = {STATE: {"bytes": file_size(staging / STATE), "sha256": writer.digest.hexdigest()}}
+            with open(staging / MANIFEST, "w", encoding="utf-8") as text:
+                json.dump({"step": state["step"], "files": files}, text, indent=2)
+                _sync(text)
+            _sync_folder(staging)
+            _remove(target)  # one that is damaged
+            staging.rename(target)
+            _sync_folder(self.folder)
+            self._point_latest(target.name)
+        except BaseException:
+            _remove(staging)
+            raise
+
+    def _point_latest(self, name: str) -> None:
+        link = self.folder / f"{LATEST}.tmp"
+        link.symlink_to(name)
+        link.replace(self.folder / LATEST)
+
+    def _prune(self) -> None:
+        for step in self.steps()[: -self.keep_last]:
+            _remove(self.folder / f"step-{step:08d}")
+
+
+def file_size(path: Path) -> int:
+    """Bytes of a file."""
+    return path.stat().st_size
+
+
+def _problem(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, or None if every file is there with its size and sha256."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        for name, entry in manifest["files"].items():
+            path = folder / name
+            if file_size(path) != entry["bytes"]:
+                return f"{path} has {file_size(path)} bytes instead of {entry['bytes']}"
+            if _sha256(path) != entry["sha256"]:
+                return f"{path} has another sha256 than when it was written"
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        return f"{folder}: {type(error).__name__}: {error}"
+    return None
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+class _HashingFile:
+    """Hashes what passes through to a file. torch.save writes front to back, so that no second read is needed."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.digest = file, hashlib.sha256()
+
+    def write(self, data: bytes) -> int:
+        self.digest.update(data)
+        return self.file.write(data)
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def _sync(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

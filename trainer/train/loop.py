@@ -1,0 +1,274 @@
+"""The training loop: global batches, accumulation, exact evaluation, and a state that can be saved and put back."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset
+
+from trainer.errors import ConfigError
+from trainer.train.batches import Loading, batches
+from trainer.train.distributed import World
+from trainer.train.optim import LearningRate, MovingAverage, clip
+
+logger = logging.getLogger(__name__)
+
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """How one optimizer step is done."""
+
+    accumulation: int = 1  # micro-batches of each rank in a step
+    precision: str = "fp32"  # fp32 | bf16 | fp16
+    grad_clip_norm: float | None = None
+    channels_last: bool = False
+
+
+class Loop:
+    """One rank's part of the training: wraps the model, takes optimizer steps, keeps what a checkpoint needs.
+
+    Args:
+        model: the bare module, on its device or devices already.
+        optimizer: made over this model's parameters.
+        rate: the learning rate by optimizer steps.
+        world: this rank among all ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: LossFunction,
+        optimizer: torch.optim.Optimizer,
+        rate: LearningRate,
+        world: World,
+        options: StepOptions,
+        average: MovingAverage | None = None,
+        find_unused_parameters: bool = False,
+    ) -> None:
+        self.bare, self.loss, self.optimizer, self.rate = model, loss, optimizer, rate
+        self.world, self.options, self.average = world, options, average
+        self.model = _wrap(model, world, find_unused_parameters)
+        self.step = 0  # optimizer steps done; global sample position = step * batch_size
+        self.updates = 0  # steps that changed the weights: fp16 skips one when gradients overflow, and the schedule waits
+        kind = PRECISIONS[options.precision]
+        self._autocast = torch.autocast(world.device.type, dtype=kind) if kind else None
+        self._scaler = torch.amp.GradScaler(world.device.type) if options.precision == "fp16" else None
+        self._parameters = list(model.parameters())
+        self._window = Window(world.device)
+        self._memory_format = torch.channels_last if options.channels_last else torch.preserve_format
+        self._moves = world.device.type != "cpu" or len(world.devices) > 1 or options.channels_last
+
+    def take_step(self, micro_batches: Iterator[Any]) -> None:
+        """One optimizer step over `accumulation` micro-batches: gradients are exchanged in the last one only."""
+        self.rate.set(self.updates)
+        last = self.options.accumulation - 1
+        for micro in range(self.options.accumulation):
+            batch = next(micro_batches)
+            with self._no_exchange if micro < last else nullcontext():
+                loss, outputs, targets = self._forward(self.model, batch)
+                self._backward(loss if not last else loss / (last + 1))
+            self._window.add(loss, outputs, targets)
+        self._update_weights()
+        self.step += 1
+
+    def _forward(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Mean loss, outputs and targets of one batch. Targets go where the outputs are: a split model ends on another device."""
+        inputs, targets = batch
+        if self._moves:
+            inputs = inputs.to(self.world.device, memory_format=self._memory_format, non_blocking=True)
+        if self._autocast is None:
+            outputs = model(inputs)
+            targets = targets.to(outputs.device, non_blocking=True) if self._moves else targets
+            return self.loss(outputs, targets), outputs, targets
+        with self._autocast:
+            outputs = model(inputs)
+            targets = targets.to(outputs.device, non_blocking=True)
+            return self.loss(outputs, targets), outputs, targets
+
+    @property
+    def _no_exchange(self) -> AbstractContextManager[None]:
+        return self.model.no_sync() if isinstance(self.model, DistributedDataParallel) else nullcontext()
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        (self._scaler.scale(loss) if self._scaler else loss).backward()  # type: ignore[no-untyped-call]
+
+    def _update_weights(self) -> None:
+        norm = self.options.grad_clip_norm
+        if self._scaler is None:
+            if norm is not None:
+                clip(self._parameters, norm)
+            self.optimizer.step()
+            applied = True
+        else:
+            if norm is not None:
+                self._scaler.unscale_(self.optimizer)
+                clip(self._parameters, norm)
+            before = self._scaler.get_scale()
+            self._scaler.step(self.optimizer)
+            self._scaler.update()
+            applied = self._scaler.get_scale() >= before  # a smaller scale is the sign of a skipped step
+        for parameter in self._parameters:  # optimizer.zero_grad() does this too, and takes ten times as long
+            parameter.grad = None
+        if applied:
+            self.updates += 1
+            if self.average is not None:
+                self.average.update(self.bare)
+
+    def training_values(self) -> dict[str, float]:
+        """Loss and accuracy over the steps since the last call, over all ranks, and the rate. Every rank must call it."""
+        return {**self._window.close(self.world), "lr": self.rate.current}
+
+    @torch.no_grad()
+    def evaluate(self, dataset: Dataset[Any], batch_size: int, num_workers: int = 0, seed: int = 0) -> dict[str, float]:
+        """Loss and accuracy over a dataset, exactly: each sample counted once, sums and counts added up over the ranks.
+
+        Runs the bare module, so that ranks may have different numbers of batches. Every rank must call it.
+        """
+        self._share_buffers()
+        mine = torch.arange(self.world.rank, len(dataset), self.world.world_size)  # type: ignore[arg-type]
+        chosen = ((0, indices) for indices in torch.split(mine, batch_size) if len(indices))
+        window = Window(self.world.device)
+        self._swap_average()
+        self.bare.eval()
+        try:
+            for batch in batches(dataset, chosen, seed, Loading(num_workers)):
+                window.add(*self._forward(self.bare, batch))
+        finally:
+            self.bare.train()
+            self._swap_average()
+        return {f"eval_{name}": value for name, value in window.close(self.world).items()}
+
+    def _swap_average(self) -> None:
+        if self.average is not None:
+            self.average.swap(self.bare)
+
+    def _share_buffers(self) -> None:
+        """Give all ranks rank 0's buffers (BatchNorm statistics), so that what is evaluated is what is saved."""
+        if self.world.grouped and any(True for _ in self.bare.buffers()):
+            for buffer in self.bare.buffers():
+                torch.distributed.broadcast(buffer, src=0)
+
+    def state(self) -> dict[str, Any]:
+        """What is equal on all ranks. Every rank must call it."""
+        self._share_buffers()
+        return {
+            "updates": self.updates,
+            "model": self.bare.state_dict(),
+            "average": self.average.average if self.average else None,
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self._scaler.state_dict() if self._scaler else None,
+        }
+
+    def own_state(self) -> dict[str, Any]:
+        """What differs between ranks, besides random state: the open metrics window."""
+        return {"window": self._window.state()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Put back what `state` and `own_state` returned, at this or another world size.
+
+        Raises:
+            ConfigError: the checkpoint is of another model or optimizer.
+        """
+        try:
+            self.bare.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+        except (RuntimeError, ValueError, KeyError) as error:
+            text = f"model: the checkpoint is of another model or optimizer ({' '.join(str(error).split())})"
+            raise ConfigError(f"{text}; use the config it was made with, or a new run") from None
+        if self.average is not None:
+            for name, value in (state["average"] or state["model"]).items():
+                self.average.average[name].copy_(value)
+        if self._scaler is not None and state["scaler"]:
+            self._scaler.load_state_dict(state["scaler"])
+        self.step, self.updates = state["step"], state["updates"]
+        ranks = state["ranks"]
+        if len(ranks) == self.world.world_size:
+            self._window.load(ranks[self.world.rank]["window"])
+        elif self.world.rank == 0:
+            self._window.load(*(own["window"] for own in ranks))
+
+
+class Window:
+    """Losses and hits since the last report. A step only keeps references; sums are made some steps at a time, on the device."""
+
+    _HELD = 16  # batches whose outputs are kept at most
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._open()
+
+    def _open(self) -> None:
+        self.samples, self.classified, self.started = 0, True, time.monotonic()
+        self._held: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._sums: list[torch.Tensor] = []  # each (loss, hits), float64 where the device has it
+
+    def add(self, loss: torch.Tensor, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+        """Take in one batch: its mean loss, and its hits where outputs (N, C) and targets (N,) are a classification."""
+        if outputs.ndim != 2 or targets.ndim != 1:
+            self.classified = False
+        self._held.append((loss.detach(), outputs.detach() if self.classified else loss, targets))
+        self.samples += len(targets)
+        if len(self._held) == self._HELD:
+            self._sum_up()
+
+    def _sum_up(self) -> None:
+        for size, group in itertools.groupby(self._held, key=lambda held: len(held[2])):
+            losses, outputs, targets = zip(*group, strict=True)
+            loss = torch.stack(losses).sum(dtype=self._dtype) * size
+            hits = (torch.cat(outputs).argmax(1) == torch.cat(targets)).sum() if self.classified else torch.zeros_like(loss)
+            self._sums.append(torch.stack([loss, hits.to(self._dtype)]).to(self.device))
+        self._held.clear()
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.float32 if self.device.type == "mps" else torch.float64
+
+    def _total(self) -> torch.Tensor:
+        self._sum_up()
+        return torch.stack(self._sums).sum(0).cpu() if self._sums else torch.zeros(2, dtype=self._dtype)
+
+    def close(self, world: World) -> dict[str, float]:
+        """Mean loss, accuracy and samples per second over all ranks since the window opened; opens the next."""
+        loss, hits = self._total().tolist()
+        seconds = time.monotonic() - self.started
+        loss, hits, samples = world.sum_numbers(loss, hits, self.samples)
+        values = {"loss": loss / max(1.0, samples)}
+        if self.classified:
+            values["accuracy"] = hits / max(1.0, samples)
+        values["samples"] = int(samples)
+        values["samples_per_second"] = round(samples / max(seconds, 1e-9), 1)
+        self._open()
+        return values
+
+    def state(self) -> dict[str, Any]:
+        """The sums so far, as tensors and plain types."""
+        return {"sums": self._total(), "samples": self.samples}
+
+    def load(self, *states: dict[str, Any]) -> None:
+        """Start from the sums of one rank, or of several added up."""
+        self._sums = [state["sums"].to(self.device) for state in states]
+        self.samples = sum(state["samples"] for state in states)
+
+
+def _wrap(model: nn.Module, world: World, find_unused_parameters: bool) -> nn.Module:
+    if not world.grouped or not any(p.requires_grad for p in model.parameters()):
+        return model
+    single = len(world.devices) == 1 and world.device.type == "cuda"
+    return DistributedDataParallel(
+        model,
+        device_ids=[world.device] if single else None,  # a model on several devices places its inputs itself
+        find_unused_parameters=find_unused_parameters,
+        gradient_as_bucket_view=True,
+    )

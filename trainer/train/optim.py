@@ -1,0 +1,79 @@
+"""What moves the weights: the learning-rate schedule, its scaling with the batch size, and the moving average."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate as a pure function of the optimizer steps taken, so that a resume needs no state of its own."""
+
+    total_steps: int
+    warmup_steps: int = 0
+    decay: str = "cosine"  # cosine | linear | constant
+    final_fraction: float = 0.0
+
+    def factor(self, step: int) -> float:
+        """What the full rate is multiplied with for the step after `step` steps: rises to 1 over the warm-up, then decays."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.decay == "constant":
+            return 1.0
+        progress = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
+        fall = 0.5 * (1 + math.cos(math.pi * progress)) if self.decay == "cosine" else 1 - progress
+        return self.final_fraction + (1 - self.final_fraction) * fall
+
+
+class LearningRate:
+    """Sets every parameter group's rate from a schedule; a group keeps its own full rate."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule, scale: float = 1.0) -> None:
+        self.schedule = schedule
+        self.groups = optimizer.param_groups
+        self.full = [group["lr"] * scale for group in self.groups]
+
+    def set(self, step: int) -> None:
+        """Set the rates for the optimizer step that follows `step` steps."""
+        factor = self.schedule.factor(step)
+        for group, full in zip(self.groups, self.full, strict=True):
+            group["lr"] = full * factor
+
+    @property
+    def current(self) -> float:
+        """The first group's rate now."""
+        return float(self.groups[0]["lr"])
+
+
+class MovingAverage:
+    """An exponential moving average of a model's weights (and a plain copy of its buffers)."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.average = {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        """Take one optimizer step's weights in."""
+        for name, value in model.state_dict().items():
+            if value.is_floating_point():
+                self.average[name].lerp_(value, 1 - self.decay)
+            else:
+                self.average[name].copy_(value)
+
+    def swap(self, model: nn.Module) -> None:
+        """Exchange the model's weights and the average's; a second call puts them back."""
+        for name, value in model.state_dict().items():
+            kept = value.clone()
+            value.copy_(self.average[name])
+            self.average[name] = kept
+
+
+def clip(parameters: Iterable[nn.Parameter], norm: float) -> None:
+    """Scale gradients down so that their global L2 norm is at most `norm`; parts may lie on several devices."""
+    nn.utils.clip_grad_norm_(parameters, norm)

@@ -1,0 +1,59 @@
+"""A stop request that all ranks obey at the same step, whichever of them the signal reached."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from types import FrameType, TracebackType
+
+from trainer.train.distributed import World
+
+logger = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+_EVERY_SECONDS = 0.5  # how often ranks ask each other
+_EVERY_STEPS = 64  # and at most so many steps apart, however short they are
+
+
+class StopSignal:
+    """Catches the stop signals inside a `with` block and tells, at step boundaries, whether any rank has caught one.
+
+    A signal only sets a flag: a save in progress is never cut short, and a second signal (Slurm sends several) changes nothing.
+    Asking costs one collective on two numbers, so ranks ask about twice a second and not at each step; when to ask next follows
+    from numbers that are equal on all ranks.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.caught: signal.Signals | None = None
+        self._next = 0
+        self._asked = (0, time.monotonic())
+        self._before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> StopSignal:
+        for number in SIGNALS:
+            self._before[number] = signal.signal(number, self._catch)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _catch(self, number: int, frame: FrameType | None) -> None:
+        if self.caught is None:
+            self.caught = signal.Signals(number)
+
+    def agreed(self, step: int) -> bool:
+        """Whether to save and stop after `step` optimizer steps. Every rank must ask at every step."""
+        if self.world.world_size == 1:
+            return self.caught is not None
+        if step < self._next:
+            return False
+        asked_step, asked_time = self._asked
+        now = time.monotonic()
+        seconds = (now - asked_time) / max(1, step - asked_step)
+        stop, seconds = self.world.largest_numbers(self.caught is not None, seconds)
+        self._next = step + max(1, min(_EVERY_STEPS, int(_EVERY_SECONDS / max(seconds, 1e-9))))
+        self._asked = (step, now)
+        return bool(stop)
