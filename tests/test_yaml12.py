@@ -47,19 +47,15 @@ def test_scalars_are_read_as_yaml_1_2(text: str, value: object) -> None:
     ],
 )
 def test_errors_name_the_line(text: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=".*") as error:
+    with pytest.raises(ConfigError) as error:
         yaml12.load(text)
     assert words in str(error.value)
     assert "\n" not in str(error.value)
 
 
+TRICKY = ["no", "1e-3", "0o17", "12:30:00", "on", "~"]
 _values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False)
-    | st.text()
-    | st.sampled_from(["no", "1e-3", "0o17", "12:30:00", "on", "~"]),
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.sampled_from(TRICKY),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=8,
 )
@@ -71,6 +67,6 @@ def test_what_is_dumped_reads_back_the_same(value: object) -> None:
     assert yaml12.load(text) == value
 
 
-@pytest.mark.parametrize("word", ["no", "1e-3", "12:30:00", "0o17", "on", "null", "2026-12-01"])
+@pytest.mark.parametrize("word", [*TRICKY, "null", "2026-12-01"])
 def test_a_yaml_1_1_reader_sees_our_strings_as_strings(word: str) -> None:
     assert yaml.safe_load(yaml12.dump({"a": word})) == {"a": word}

@@ -112,8 +112,7 @@ def _find_module(dotted: str, strict: bool) -> Path | str | None:
             return f"{'.'.join([top, *rest[:index]])} is a module, not a package, so it has no {part!r}; correct it"
         found = [p for p in (path.parent / part / "__init__.py", path.parent / f"{part}.py") if p.is_file()]
         if not found:
-            names = _bound(path)
-            if names is None or part in names or any(path.parent.glob(f"{part}*")):
+            if part in _bound(path) or any(path.parent.glob(f"{part}*")):
                 return None  # bound at run time, an extension module or a namespace package
             siblings = {p.stem for p in path.parent.iterdir() if p.suffix == ".py" or p.is_dir()}
             return f"{'.'.join([top, *rest[:index]])} has no module {part!r}{_did_you_mean(part, siblings)}"
@@ -123,17 +122,19 @@ def _find_module(dotted: str, strict: bool) -> Path | str | None:
 
 @cache
 def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-def _bound(path: Path) -> set[str] | None:
-    """The names that a module's own text binds; None where code decides that (`__getattr__`, `globals()`), or it is no text."""
-    names: set[str] = set()
     try:
-        tree = _tree(path)
-    except (OSError, SyntaxError, UnicodeDecodeError):
-        return None
-    for node in ast.walk(tree):  # conditional definitions count; those inside functions do no harm here
+        return ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return ast.parse("globals()")  # not to be read: nothing can be told
+
+
+_DYNAMIC = {"__getattr__", "globals"}  # with these, code decides which names there are
+
+
+def _bound(path: Path) -> set[str]:
+    """The names that a module's own text binds, with "*" for an `import *` and "globals" if it writes into its own namespace."""
+    names: set[str] = set()
+    for node in ast.walk(_tree(path)):  # conditional definitions count; those inside functions do no harm here
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Import):
@@ -141,16 +142,16 @@ def _bound(path: Path) -> set[str] | None:
         elif isinstance(node, ast.ImportFrom):
             names.update(alias.asname or alias.name for alias in node.names)
         elif isinstance(node, ast.Name):
-            if node.id == "globals":  # the module writes into its own namespace
-                return None
-            names.update([node.id] if isinstance(node.ctx, ast.Store) else [])
-    return None if "__getattr__" in names else names
+            names.update([node.id] if isinstance(node.ctx, ast.Store) or node.id == "globals" else [])
+    return names
 
 
 def _names(path: Path, seen: frozenset[Path] = frozenset()) -> set[str] | None:
     """The names a module has, those from `import *` included; None where that cannot be told."""
     names = _bound(path)
-    if names is None or "*" not in names or path in seen:
+    if names & _DYNAMIC:
+        return None
+    if "*" not in names or path in seen:
         return names
     for node in ast.walk(_tree(path)):
         if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":

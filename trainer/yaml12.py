@@ -61,11 +61,17 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: object) -> bool:
         return True
 
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        # YAML has line breaks that Python has not, and the writer would fold them: only double quotes keep them.
+        style = '"' if re.search("[\x85\u2028\u2029\ufeff\r]", data) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
 
 for _tag, _pattern, _first in _CORE:
     for _class in (_Loader, _Dumper):
         _first_characters = ["" if character == "\0" else character for character in _first]
         _class.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), _first_characters)
+_Dumper.add_representer(str, _Dumper.represent_str)
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 _Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
 _Loader.add_constructor("tag:yaml.org,2002:map", _Loader.construct_mapping)

@@ -141,7 +141,7 @@ def _resume(config: Config, loop: Loop, saver: Checkpointer) -> None:
         now = getattr(config.training, name)
         if state[name] != now:
             raise ConfigError(
-                f"training.{name}={now}: the checkpoint of step {state['step']} in {saver.folder} has {state[name]}, "
+                f"training.{name}={now}: the checkpoint of step {state['step']} has {state[name]} ({saver.folder}), "
                 "and the order of the samples hangs on it; set it back or start a new run"
             )
     loop.load_state(state)
@@ -153,9 +153,9 @@ def _resume(config: Config, loop: Loop, saver: Checkpointer) -> None:
 def _tell(config: Config, world: World, order: GlobalOrder, loop: Loop, total: int) -> None:
     if world.rank != 0:
         return
-    parameters = sum(p.numel() for p in loop.bare.parameters())
+    size = sum(p.numel() for p in loop.bare.parameters())
     logger.info(
-        f"{config.name}: {world.world_size} ranks on {world.device.type}, {config.training.precision}, {parameters:,} parameters, "
+        f"{config.name}: {world.world_size} ranks on {world.device.type}, {config.training.precision}, {size:,} parameters, "
         f"batch {order.batch_size} = {world.world_size} ranks x {order.micro_batch_size} x {order.accumulation} accumulation"
     )
     logger.info(

@@ -119,6 +119,7 @@ def batches(dataset: Dataset[Any], chosen: Iterator[Chosen], seed: int, loading:
         pin_memory=loading.pin_memory,
         timeout=loading.timeout_seconds if workers else 0,
         collate_fn=getattr(dataset, "collate_fn", default_collate),
+        generator=torch.Generator(),  # else it draws a number from the rank's own generator, and a resume would draw once more
     )
     return iter(loader)
 

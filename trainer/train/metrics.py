@@ -74,8 +74,9 @@ class Progress:
         self._bar: tqdm[Any] | None = None
         self._started, self._first, self.total = time.monotonic(), done, total
         if terminal is not None:
-            stream = os.fdopen(os.dup(terminal), "w")
-            self._bar = tqdm(initial=done, total=total, unit="step", file=stream, mininterval=_BAR_SECONDS, dynamic_ncols=True)
+            self._stream = os.fdopen(os.dup(terminal), "w")
+            options = {"unit": "step", "mininterval": _BAR_SECONDS, "dynamic_ncols": True, "file": self._stream}
+            self._bar = tqdm(initial=done, total=total, **options)
 
     def show(self, step: int, epoch: int, epochs: int, values: dict[str, float]) -> None:
         """Show where the run is after `step` optimizer steps."""
@@ -93,13 +94,14 @@ class Progress:
     def say(self, text: str) -> None:
         """A line that stays, above the bar."""
         if self._bar is not None:
-            self._bar.write(text, file=self._bar.fp)
+            self._bar.write(text, file=self._stream)
         logger.info(text)
 
     def close(self) -> None:
         """Leave the bar as it is and end its line."""
         if self._bar is not None:
             self._bar.close()
+            self._stream.close()
 
 
 def _number(value: float) -> str:

@@ -1,0 +1,106 @@
+import random
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import Dataset
+
+from trainer.errors import ConfigError
+from trainer.train.batches import GlobalOrder, Loading, batches, mix
+
+
+def global_batches(order_arguments: dict[str, int], world_size: int, accumulation: int, steps: int) -> list[list[int]]:
+    """The samples of each step, put together from all ranks' micro-batches in the order in which they are used."""
+    parts = []
+    for rank in range(world_size):
+        order = GlobalOrder(**order_arguments, accumulation=accumulation, rank=rank, world_size=world_size)
+        parts.append([indices.tolist() for _, indices in order.micro_batches(0, steps)])
+    return [
+        [
+            index
+            for micro in range(accumulation)
+            for rank in range(world_size)
+            for index in parts[rank][step * accumulation + micro]
+        ]
+        for step in range(steps)
+    ]
+
+
+@given(st.sampled_from([(1, 8), (2, 4), (4, 2), (8, 1), (1, 1), (2, 1), (4, 1)]), st.integers(0, 5), st.integers(16, 60))
+def test_the_global_batches_do_not_depend_on_the_launch(shape: tuple[int, int], seed: int, samples: int) -> None:
+    world_size, accumulation = shape
+    arguments = {"samples": samples, "batch_size": 16, "seed": seed}
+    steps = 2 * (samples // 16) + 1
+    alone = global_batches(arguments, 1, 1, steps)
+    assert global_batches(arguments, world_size, accumulation, steps) == alone
+    order = GlobalOrder(**arguments, accumulation=1, rank=0, world_size=1)
+    assert alone == [order.global_batch(step).tolist() for step in range(steps)]
+
+
+def test_an_epoch_has_every_sample_at_most_once_and_the_next_another_order() -> None:
+    order = GlobalOrder(103, 8, 1, 0, 1, seed=0)
+    assert order.steps_per_epoch == 12
+    epochs = [[i for step in range(e * 12, (e + 1) * 12) for i in order.global_batch(step).tolist()] for e in range(3)]
+    for epoch in epochs:
+        assert len(set(epoch)) == 96
+    left_out = [set(range(103)) - set(epoch) for epoch in epochs]
+    assert epochs[0] != epochs[1] and left_out[0] != left_out[1]
+    assert GlobalOrder(103, 8, 1, 0, 1, seed=1).global_batch(0).tolist() != epochs[0][:8]
+
+
+@pytest.mark.parametrize("first", [0, 5, 12, 17])
+def test_starting_in_the_middle_goes_on_as_if_never_stopped(first: int) -> None:
+    order = GlobalOrder(103, 8, 2, 1, 2, seed=3)
+    whole = [(epoch, indices.tolist()) for epoch, indices in order.micro_batches(0, 30)]
+    assert [(epoch, indices.tolist()) for epoch, indices in order.micro_batches(first, 30)] == whole[first * 2 :]
+
+
+def test_a_batch_larger_than_the_data_is_refused() -> None:
+    with pytest.raises(ConfigError, match="training.batch_size=64: the training data has only 10 samples"):
+        GlobalOrder(10, 64, 1, 0, 1, 0)
+
+
+class Noisy(Dataset):  # type: ignore[type-arg]
+    """Augments with all three generators that data sets draw from."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.tensor([index, torch.rand(()).item(), random.random(), numpy.random.rand()], dtype=torch.float64), index
+
+
+def augmented(world_size: int, workers: int, seed: int = 0) -> dict[tuple[int, int], list[float]]:
+    found = {}
+    for rank in range(world_size):
+        order = GlobalOrder(40, 8, 1, rank, world_size, seed)
+        chosen = list(order.micro_batches(0, 10))
+        for (epoch, _), (images, _) in zip(chosen, batches(Noisy(), iter(chosen), seed, Loading(workers)), strict=True):
+            found.update({(epoch, int(image[0])): image[1:].tolist() for image in images})
+    return found
+
+
+def test_augmentation_depends_on_seed_epoch_and_sample_only() -> None:
+    alone = augmented(1, 0)
+    assert augmented(2, 0) == alone == augmented(1, 2)
+    assert len({tuple(values) for values in alone.values()}) == len(alone) == 80, "each sample of each epoch draws its own"
+    assert augmented(1, 0, seed=1) != alone
+
+
+def test_loading_in_the_rank_leaves_its_own_generators_alone() -> None:
+    torch.manual_seed(5)
+    random.seed(5)
+    numpy.random.seed(5)
+    expected = torch.rand(1).item(), random.random(), numpy.random.rand()
+    torch.manual_seed(5)
+    random.seed(5)
+    numpy.random.seed(5)
+    next(batches(Noisy(), iter([(0, torch.arange(8))]), 0, Loading()))
+    assert (torch.rand(1).item(), random.random(), numpy.random.rand()) == expected
+
+
+def test_mixed_seeds_differ() -> None:
+    assert len({mix(a, b) for a in range(50) for b in range(50)}) == 2500
+    assert mix(1, 23) != mix(12, 3)

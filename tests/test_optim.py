@@ -1,0 +1,45 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.train.optim import LearningRate, MovingAverage, Schedule
+
+
+def test_warm_up_then_cosine_then_the_final_fraction() -> None:
+    schedule = Schedule(total_steps=110, warmup_steps=10, decay="cosine", final_fraction=0.1)
+    assert [schedule.factor(step) for step in (0, 4, 9)] == pytest.approx([0.1, 0.5, 1.0])
+    assert schedule.factor(10) == 1.0
+    assert schedule.factor(60) == pytest.approx(0.1 + 0.9 * 0.5)
+    assert schedule.factor(110) == pytest.approx(0.1) == schedule.factor(500)
+    assert schedule.factor(35) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4)))
+
+
+def test_linear_and_constant() -> None:
+    assert Schedule(100, 0, "linear").factor(25) == 0.75
+    assert Schedule(100, 0, "constant").factor(99) == 1.0
+
+
+def test_each_group_keeps_its_own_rate_and_scale() -> None:
+    a, b = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([{"params": [a], "lr": 0.1}, {"params": [b], "lr": 0.01}])
+    rate = LearningRate(optimizer, Schedule(10, 0, "linear"), scale=4.0)
+    rate.set(5)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.2, 0.02])
+    assert rate.current == pytest.approx(0.2)
+
+
+def test_the_moving_average_follows_and_swaps_back() -> None:
+    model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.BatchNorm1d(1))
+    with torch.no_grad():
+        model[0].weight.fill_(0.0)
+    average = MovingAverage(model, decay=0.9)
+    with torch.no_grad():
+        model[0].weight.fill_(1.0)
+        model[1].num_batches_tracked.fill_(3)
+    average.update(model)
+    average.swap(model)
+    assert model[0].weight.tolist() == [[pytest.approx(0.1)] * 2] and model[1].num_batches_tracked.item() == 3
+    average.swap(model)
+    assert model[0].weight.tolist() == [[1.0, 1.0]]
