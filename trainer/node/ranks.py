@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from trainer.errors import write_error_file
+from trainer.errors import ExitCode, write_error_file
 from trainer.process import die_with_parent
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torch's own variable: its @record decorator writes there too
@@ -122,11 +122,12 @@ def _call(rank: Rank) -> int:
         else:
             runpy.run_module(rank.entrypoint, run_name="__main__", alter_sys=True)
     except SystemExit as error:
-        if error.code is None or isinstance(error.code, int):
-            return (error.code or 0) & 0xFF
-        print(error.code, file=sys.stderr)
-        write_error_file(rank.error_file, error)
-        return 1
+        code = error.code if isinstance(error.code, int) else 1 if error.code else 0
+        if error.code and not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)
+        if code & 0xFF not in (ExitCode.DONE, ExitCode.STOPPED):
+            write_error_file(rank.error_file, error)
+        return code & 0xFF
     except BaseException as error:
         write_error_file(rank.error_file, error)
         traceback.print_exc()

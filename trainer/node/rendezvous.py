@@ -29,6 +29,7 @@ def listen(node: Identity) -> socket.socket:
     try:
         listener.bind((host, node.master_port))
     except OSError as error:
+        listener.close()
         if error.errno != errno.EADDRINUSE:
             raise
         cause = f"port {node.master_port} is already in use on {node.host}"

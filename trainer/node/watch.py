@@ -205,10 +205,11 @@ class Watch:
             problem, _, remedy = message.rpartition("; ")
             code = ExitCode(int(str(reason["exit_code"])))
             return Fault("CONFIG", self.node.host, problem or message, remedy, code, rank, self.node.node_rank)
-        cause = f"exited with {status}"
-        if message:
+        cause = f"vanished with exit code {status}, no message" if not reason else f"exited with {status}"
+        if message and reason.get("type") != "SystemExit":
             kind = f"{reason['type']}: " if reason.get("type") and not message.startswith(str(reason["type"])) else ""
-            cause = f"{kind}{message}" + (f" ({where})" if where else "")
+            cause = f"{kind}{message}"
+        cause += f" ({where})" if where else ""
         fix = f"see the traceback in {culprit.rank.log}"
         if culprit.lost_a_peer:
             cause = f"lost another rank, which told nobody why ({message})"

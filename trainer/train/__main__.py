@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ logger = logging.getLogger(__name__)
 def main(arguments: list[str]) -> int:
     """Train; returns the exit code of this rank."""
     try:
-        config = load_config(*arguments)
+        # torch.distributed.launch still adds a flag for what LOCAL_RANK says
+        config = load_config(*(a for a in arguments if not re.match(r"--local[-_]rank=", a)))
         with joined(config.resources.gpus_per_node, config.watch.stall_seconds) as world:
             _configure_logging(world)
             return train(config, world)

@@ -1,0 +1,102 @@
+"""Real runs for the tests: the command line in a process of its own, and what a run folder says afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.conftest import DIGITS, ROOT
+
+TRAINER = [sys.executable, "-m", "trainer"]
+SHORT = [str(DIGITS), "training.max_steps=20", "training.log_every_steps=1"]  # a run of a second or two
+
+
+def start(*argv: str, cwd: Path = ROOT, **environ: str) -> subprocess.Popen[str]:
+    """Start a command; its output is read by `finish`."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PET_", "RANK", "WORLD_SIZE"))}
+    return subprocess.Popen(
+        argv,
+        cwd=cwd,
+        env={**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], seconds: float = 90) -> tuple[int, str]:
+    """Exit code and output; a process that does not end is killed and its output is in the error."""
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise AssertionError(f"no end within {seconds} s:\n{process.communicate()[0]}") from None
+    return process.returncode, output
+
+
+def command(*argv: str, cwd: Path = ROOT, **environ: str) -> tuple[int, str]:
+    return finish(start(*argv, cwd=cwd, **environ))
+
+
+def overrides(run: Path) -> str:
+    """`run_dir=...` with the path quoted for YAML, whatever is in it."""
+    return f"run_dir={json.dumps(str(run))}"
+
+
+def metrics(run: Path, kind: str = "train") -> list[dict[str, Any]]:
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+def losses(run: Path) -> list[tuple[int, float]]:
+    return [(record["step"], record["loss"]) for record in metrics(run)]
+
+
+def saved(run: Path) -> dict[str, torch.Tensor]:
+    state: dict[str, Any] = torch.load(run / "checkpoints" / "latest" / "state.pt", weights_only=True)
+    return dict(state["model"])
+
+
+def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor], within: float = 0) -> bool:
+    return first.keys() == second.keys() and all((first[k] - second[k]).abs().max() <= within for k in first)
+
+
+def logs(run: Path) -> str:
+    """All logs of a run, for the message of a failing test."""
+    return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in sorted(run.rglob("*.log")))
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 60) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def processes_of(run: Path) -> list[int]:
+    """Pids of live processes, ranks and workers included, that have something of this run open or on their command line."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal() or int(entry.name) == os.getpid():
+            continue
+        try:
+            words = (entry / "cmdline").read_bytes()
+            files = [os.readlink(link) for link in (entry / "fd").iterdir()]
+            zombie = (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        except OSError:
+            continue
+        if not zombie and (str(run).encode() in words or any(file.startswith(str(run)) for file in files)):
+            found.append(int(entry.name))
+    return found

@@ -1,0 +1,96 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.errors import FaultError
+from trainer.node.identity import expand_nodelist, identify, port_for
+
+PET = {
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "4",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "n0",
+    "PET_MASTER_PORT": "23456",
+}
+SLURM = {"SLURM_JOB_ID": "4711", "SLURM_NODEID": "1", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[01-02]"}
+
+
+def test_pet_variables_come_first() -> None:
+    found = identify({**SLURM, **PET}, 2, 4, False)
+    assert (found.nnodes, found.node_rank, found.nproc_per_node, found.world_size) == (2, 1, 4, 8)
+    assert found.address == "n0:23456" and found.source == "PET_*"
+
+
+def test_kubeflow_may_give_the_address_under_its_plain_name() -> None:
+    environ = {k: v for k, v in PET.items() if "MASTER" not in k} | {"MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
+    assert identify(environ, 2, 4, False).address == "job-master-0:23456"
+
+
+def test_slurm_names_the_first_node_and_a_port_from_the_job() -> None:
+    found = identify(SLURM, 2, 8, False)
+    assert (found.node_rank, found.nproc_per_node, found.address) == (1, 8, "n01:24711")
+
+
+def test_a_single_node_needs_nothing() -> None:
+    assert identify({}, 1, 3, False).world_size == 3
+    assert identify({"SLURM_JOB_ID": "4711"}, 1, 1, False).source == "a single node", "an allocation without srun"
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({}, "resources.nodes=2 but neither PET_* nor Slurm's variables say which node this is"),
+        ({**PET, "PET_NNODES": "3"}, "PET_* says 3 nodes, resources.nodes=2"),
+        ({**SLURM, "SLURM_JOB_NUM_NODES": "4"}, "Slurm says 4 nodes, resources.nodes=2"),
+        ({**PET, "PET_NPROC_PER_NODE": "8"}, "PET_NPROC_PER_NODE=8, the config says 4"),
+        ({**PET, "PET_NODE_RANK": "2"}, "node rank 2 of 2 nodes"),
+        ({**PET, "PET_NODE_RANK": "one"}, "PET_NODE_RANK=one is no number"),
+        ({**PET, "PET_NODE_RANK": "-1"}, "PET_NODE_RANK=-1 is no number"),
+        ({k: v for k, v in PET.items() if k != "PET_NODE_RANK"}, "PET_NODE_RANK is not set"),
+        ({k: v for k, v in PET.items() if k != "PET_MASTER_ADDR"}, "PET_MASTER_ADDR is not set"),
+        ({**PET, "PET_MASTER_PORT": "tcp://10.0.0.1:80"}, "PET_MASTER_PORT=tcp://10.0.0.1:80 is no number (a Kubernetes service"),
+        ({**PET, "PET_MASTER_PORT": "0"}, "master port 0"),
+        ({**PET, "PET_MASTER_PORT": "70000"}, "master port 70000"),
+        ({**PET, "PET_MASTER_ADDR": "localhost"}, "2 nodes but the master address localhost is loopback"),
+        ({**PET, "PET_MASTER_ADDR": "127.0.1.1"}, "2 nodes but the master address 127.0.1.1 is loopback"),
+        ({**PET, "PET_MASTER_ADDR": "::1"}, "2 nodes but the master address ::1 is loopback"),
+        ({**SLURM, "SLURM_JOB_NODELIST": "n[1-"}, "SLURM_JOB_NODELIST='n[1-' is no node list"),
+    ],
+)
+def test_what_cannot_be_right_is_one_line_at_once(environ: dict[str, str], words: str) -> None:
+    with pytest.raises(FaultError) as error:
+        identify(environ, 2, 4, one_machine=False)
+    line = error.value.fault.line()
+    assert words in line and line.startswith("FAULT ") and "; fix: " in line
+    assert not error.value.exit_code.retryable
+
+
+def test_loopback_is_right_when_all_nodes_are_this_machine() -> None:
+    assert identify({**PET, "PET_MASTER_ADDR": "127.0.0.1"}, 2, 4, one_machine=True).master_addr == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("n0", ["n0"]),
+        ("n[0-2]", ["n0", "n1", "n2"]),
+        ("n[01-03,7]", ["n01", "n02", "n03", "n7"]),
+        ("a1,n[08-10],login-2", ["a1", "n08", "n09", "n10", "login-2"]),
+        ("r[1-2]c[3-4]", ["r1c3", "r1c4", "r2c3", "r2c4"]),
+    ],
+)
+def test_node_lists(text: str, hosts: list[str]) -> None:
+    assert expand_nodelist(text) == hosts
+
+
+@pytest.mark.parametrize("text", ["", "n[1-", "n[a-b]", "n[1-2]]", "[]"])
+def test_what_is_no_node_list_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="no node list"):
+        expand_nodelist(text)
+
+
+@given(st.integers(1, 10**7), st.integers(0, 200))
+def test_ports_of_neighbouring_jobs_differ_and_are_out_of_the_way(job: int, other: int) -> None:
+    port = port_for(str(job))
+    assert 20000 <= port < 29000
+    assert other == 0 or port_for(str(job + other)) != port
