@@ -102,6 +102,14 @@ def test_later_files_and_overrides_win(folder: Path) -> None:
     assert config.optimizer.args["lr"] == 1e-3 and config.optimizer.args["momentum"] == 0.9
 
 
+def test_args_go_with_their_target() -> None:
+    config = load_config(
+        DIGITS, "optimizer.args.lr=1e-3", "optimizer.target=torch.optim:AdamW", "model.target=trainer.train.models:lenet"
+    )
+    assert config.optimizer.args == {"lr": 1e-3}, "SGD's momentum is gone"
+    assert config.model is not None and config.model.args["image_size"] == 8, "the same target keeps them"
+
+
 def test_a_file_may_have_an_equals_sign_in_its_name(folder: Path) -> None:
     path = folder / "lr=3.yaml"
     path.write_text(DIGITS.read_text())

@@ -57,7 +57,8 @@ def test_elsewhere_than_on_a_terminal_it_is_tidy_lines(caplog: pytest.LogCapture
     assert "epoch 1/5 step 10/100 loss 0.5123 accuracy 0.9 images/s 12,346 lr 0.1 ETA 00:0" in caplog.text
 
 
-def test_on_a_terminal_it_is_a_bar() -> None:
+def test_on_a_terminal_it_is_a_bar(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     reader, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))
     progress = Progress(done=0, total=100, terminal=terminal)
@@ -67,6 +68,7 @@ def test_on_a_terminal_it_is_a_bar() -> None:
     text = ""
     while select.select([reader], [], [], 0.5)[0]:
         text += os.read(reader, 65536).decode()
-    assert "epoch 2/4:  50%" in text and "loss 0.25" in text and "images/s 1,000" in text and "epoch 2 evaluation" in text
+    assert "epoch 2/4:  50%" in text and "loss 0.25" in text and "images/s 1,000" in text
+    assert "epoch 2 evaluation" in caplog.text
     for descriptor in (reader, terminal):
         os.close(descriptor)

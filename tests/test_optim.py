@@ -30,6 +30,15 @@ def test_each_group_keeps_its_own_rate_and_scale() -> None:
     assert rate.current == pytest.approx(0.2)
 
 
+def test_the_rate_reaches_an_optimizer_that_has_loaded_a_state() -> None:
+    """load_state_dict replaces the parameter groups."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    rate = LearningRate(optimizer, Schedule(10, 0, "linear"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    rate.set(5)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+
+
 def test_the_moving_average_follows_and_swaps_back() -> None:
     model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.BatchNorm1d(1))
     with torch.no_grad():

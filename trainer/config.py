@@ -159,8 +159,6 @@ class Optimizer(Target):
 
     target: TargetName = "torch.optim:SGD"
     """`package.module:callable`."""
-    args: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
-    """Keyword arguments for it."""
     scale_lr_from_batch_size: PositiveInt | None = None
     """Multiply the learning rate by batch_size / this (linear scaling, arXiv:1706.02677)."""
 

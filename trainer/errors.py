@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
 
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torch's own variable: where a rank leaves its reason; `@record` writes there too
+
 
 class ExitCode(IntEnum):
     """What the kit's own processes exit with. Each member's comment says who should act."""

@@ -25,7 +25,7 @@ def load_config(*arguments: str | Path) -> Config:
 
     Args:
         arguments: YAML files, merged in order (a later file's keys win), and `section.key=value` overrides, which win over
-            all files. A value is read as YAML.
+            all files. A value is read as YAML. Where a target is replaced by another, its `args` go with it.
 
     Raises:
         ConfigError: a line for each problem: dotted setting, value, remedy.
@@ -37,8 +37,10 @@ def load_config(*arguments: str | Path) -> Config:
     merged: dict[str, Any] = {}
     for file in files:
         merged = _merge(merged, _read(Path(file)))
+    above: dict[str, Any] = {}
     for override in overrides:
-        merged = _merge(merged, _parse_override(override))
+        above = _merge(above, _parse_override(override))
+    merged = _merge(merged, above)
     try:
         return Config.model_validate(merged)
     except ValidationError as error:
@@ -116,6 +118,8 @@ def _parse_override(text: str) -> dict[str, Any]:
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     merged = dict(below)
+    if "target" in below and above.get("target", below["target"]) != below["target"]:
+        merged.pop("args", None)  # they were another callable's
     for key, value in above.items():
         old = merged.get(key)
         merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value

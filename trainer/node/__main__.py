@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from trainer import targets
 from trainer.config import TRAIN, Config
-from trainer.errors import Fault, FaultError, KitError
+from trainer.errors import ERROR_FILE, Fault, FaultError, KitError
 from trainer.node import ranks, rendezvous
 from trainer.node.guard import Guard
 from trainer.node.identity import Identity, identify
@@ -137,7 +137,7 @@ class _Node:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
             "TORCHELASTIC_RUN_ID": config.name,
-            ranks.ERROR_FILE: f"{name}.error.json",
+            ERROR_FILE: f"{name}.error.json",
         }
         if keep and rank == 0:
             environ[TERMINAL] = str(keep[0])

@@ -19,8 +19,6 @@ from pathlib import Path
 from trainer.errors import ExitCode, write_error_file
 from trainer.process import die_with_parent
 
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torch's own variable: its @record decorator writes there too
-
 
 @dataclass(frozen=True)
 class Rank:
@@ -98,6 +96,9 @@ def _run(rank: Rank, parent: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
+        if code < 0:
+            signal.signal(-code, signal.SIG_DFL)
+            os.kill(os.getpid(), -code)
         os._exit(code)
 
 
@@ -128,6 +129,9 @@ def _call(rank: Rank) -> int:
         if code & 0xFF not in (ExitCode.DONE, ExitCode.STOPPED):
             write_error_file(rank.error_file, error)
         return code & 0xFF
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        return -signal.SIGINT  # the interpreter, too, dies of the signal then
     except BaseException as error:
         write_error_file(rank.error_file, error)
         traceback.print_exc()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import re
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch.utils.data import Dataset
 
 from trainer import targets
 from trainer.config import Config, accumulation_steps
-from trainer.errors import ConfigError, ExitCode, KitError
+from trainer.errors import ERROR_FILE, ConfigError, ExitCode, KitError, write_error_file
 from trainer.settings import dump_config, load_config
 from trainer.train.batches import GlobalOrder, Loading, mix
 from trainer.train.checkpoint import Checkpointer
@@ -46,6 +47,8 @@ def main(arguments: list[str]) -> int:
     except KitError as error:
         for line in error.lines:
             print(f"error: {line}", file=sys.stderr, flush=True)
+        if path := os.environ.get(ERROR_FILE):
+            write_error_file(path, error)
         return error.exit_code
 
 

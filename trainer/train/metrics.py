@@ -75,7 +75,9 @@ class Progress:
         self._started, self._first, self.total = time.monotonic(), done, total
         if terminal is not None:
             self._stream = os.fdopen(os.dup(terminal), "w")
-            options = {"unit": "step", "mininterval": _BAR_SECONDS, "dynamic_ncols": True, "file": self._stream}
+            options: dict[str, Any] = {"unit": "step", "mininterval": _BAR_SECONDS, "file": self._stream}
+            wide = os.get_terminal_size(terminal).columns > 0  # some terminals do not know their size
+            options |= {"dynamic_ncols": True} if wide else {"ncols": 120}
             self._bar = tqdm(initial=done, total=total, **options)
 
     def show(self, step: int, epoch: int, epochs: int, values: dict[str, float]) -> None:
@@ -94,8 +96,10 @@ class Progress:
     def say(self, text: str) -> None:
         """A line that stays, above the bar."""
         if self._bar is not None:
-            self._bar.write(text, file=self._stream)
+            self._bar.clear()
         logger.info(text)
+        if self._bar is not None:
+            self._bar.refresh()
 
     def close(self) -> None:
         """Leave the bar as it is and end its line."""

@@ -34,20 +34,20 @@ class LearningRate:
     """Sets every parameter group's rate from a schedule; a group keeps its own full rate."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule, scale: float = 1.0) -> None:
-        self.schedule = schedule
-        self.groups = optimizer.param_groups
-        self.full = [group["lr"] * scale for group in self.groups]
+        self.optimizer, self.schedule = optimizer, schedule
+        self.full = [group["lr"] * scale for group in optimizer.param_groups]
 
     def set(self, step: int) -> None:
         """Set the rates for the optimizer step that follows `step` steps."""
         factor = self.schedule.factor(step)
-        for group, full in zip(self.groups, self.full, strict=True):
+        # Asked for anew each time: an optimizer that loads a state gets new groups.
+        for group, full in zip(self.optimizer.param_groups, self.full, strict=True):
             group["lr"] = full * factor
 
     @property
     def current(self) -> float:
         """The first group's rate now."""
-        return float(self.groups[0]["lr"])
+        return float(self.optimizer.param_groups[0]["lr"])
 
 
 class MovingAverage:

@@ -11,7 +11,7 @@ from trainer.train.distributed import World
 
 logger = logging.getLogger(__name__)
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _EVERY_SECONDS = 0.5  # how often ranks ask each other
 _EVERY_STEPS = 64  # and at most so many steps apart, however short they are
 
