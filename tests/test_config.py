@@ -32,7 +32,7 @@ BAD = [
     ("slurm.options.x=[1]", "slurm.options.x=[1]"),
     ("checkpoint.keep_last=1", "checkpoint.keep_last=1: must be greater than or equal to 2"),
     ("training.batch_size=7", "training.batch_size=7: cannot be shared out evenly among 2 ranks; make it a multiple of 2"),
-    ("training.micro_batch_size=24", "batch_size=64: cannot be split into micro-batches of 24 on 2 ranks; make it a multiple of 48"),
+    ("training.micro_batch_size=24", "batch_size=32: cannot be split into micro-batches of 24 on 2 ranks; make it a multiple of 48"),
     ("entrypoint=train", "entrypoint=train: is neither trainer.train nor a path that ends in .py"),
     ("entrypoint=gone.py", "entrypoint=gone.py: no such file"),
     ("entrypoint_args=[--x]", "entrypoint_args"),
@@ -98,7 +98,7 @@ def test_later_files_and_overrides_win(folder: Path) -> None:
     site = folder / "site.yaml"
     site.write_text("training: {epochs: 7, seed: 1}\nslurm: {partition: gpu}\n")
     config = load_config(site, DIGITS, "training.seed=9", "optimizer.args.lr=1e-3")
-    assert (config.training.epochs, config.training.seed, config.slurm.partition) == (30, 9, "gpu")
+    assert (config.training.epochs, config.training.seed, config.slurm.partition) == (40, 9, "gpu")
     assert config.optimizer.args["lr"] == 1e-3 and config.optimizer.args["momentum"] == 0.9
 
 

@@ -73,9 +73,9 @@ def test_the_run_folder_tells_the_whole_run(folder: Path) -> None:
         "metrics.jsonl",
         "plan.txt",
     }
-    assert [record["step"] for record in metrics(run)] == [10, 20, 30, 40, 44]
-    assert [(record["step"], record["eval_samples"]) for record in metrics(run, "eval")] == [(22, 360), (44, 360)]
-    assert (run / "checkpoints" / "latest").resolve().name == "step-00000044"
+    assert [record["step"] for record in metrics(run)] == [10, 20, 30, 40, 50, 60, 70, 80, 88]
+    assert [(record["step"], record["eval_samples"]) for record in metrics(run, "eval")] == [(44, 360), (88, 360)]
+    assert (run / "checkpoints" / "latest").resolve().name == "step-00000088"
 
 
 def test_render_prints_what_submit_sends(folder: Path) -> None:

@@ -75,7 +75,7 @@ def test_trainer_node_on_two_nodes_by_hand(first: int, reference: Path, folder: 
 
 def test_four_ranks_and_two_nodes_by_submit(reference: Path, folder: Path) -> None:
     run = folder / "run"
-    four = ["resources.nodes=2", "resources.ranks_per_node=2", "training.micro_batch_size=16"]
+    four = ["resources.nodes=2", "resources.ranks_per_node=2", "training.micro_batch_size=8"]
     code, output = command(*TRAINER, "submit", *SHORT, overrides(run), *four)
     assert code == 0, output
     code, output = command(*TRAINER, "logs", "--follow", str(run))
