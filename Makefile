@@ -1,24 +1,35 @@
 # make train    set up what is needed, then train on this machine
 # make test     set up what is needed, then run the tests
+# make submit NODES=2 GPUS=8     send a run to Slurm (GPUS is per node); then make status, make logs FOLLOW=1, make cancel
 # CONFIG=file.yaml and SET='section.key=value ...' choose and change the run; PYTHON=python3.12 chooses the interpreter.
 PYTHON ?= python3
 VENV ?= .venv
 CONFIG ?= configs/digits.yaml
+SITE ?= slurm/site.yaml
 SET ?=
 RUN ?=
 BIN := $(VENV)/bin
+SLURM_PACKAGES := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2 iptables
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: train check render submit status logs cancel test lint bench clean
+.PHONY: train check render submit status logs cancel slurm-up slurm-down test lint bench clean
 
 train: $(VENV)/.train
 	@$(BIN)/trainer run "$(CONFIG)" $(SET)
 
 check render submit: $(VENV)/.train
-	@$(BIN)/trainer $@ "$(CONFIG)" $(if $(NODES),resources.nodes=$(NODES)) $(if $(GPUS),resources.gpus_per_node=$(GPUS)) $(SET)
+	@$(BIN)/trainer $@ "$(SITE)" "$(CONFIG)" $(if $(NODES),resources.nodes=$(NODES)) $(if $(GPUS),resources.gpus_per_node=$(GPUS)) $(SET)
 
 status logs cancel: $(VENV)/.train
 	@$(BIN)/trainer $@ $(if $(FOLLOW),--follow) $(if $(RUN),"$(RUN)")
+
+# A Slurm cluster of two nodes on this machine (Debian or Ubuntu, root), to try job files before they meet a queue.
+slurm-up: $(VENV)/.test
+	@command -v slurmctld >/dev/null || (apt-get update -qq && apt-get install -y -qq --no-install-recommends $(SLURM_PACKAGES))
+	@$(BIN)/python -m tests.lab.slurm up
+
+slurm-down: $(VENV)/.test
+	@$(BIN)/python -m tests.lab.slurm down
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(TESTS)

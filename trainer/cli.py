@@ -15,7 +15,7 @@ from trainer.config import Config
 from trainer.errors import ConfigError, ExitCode, KitError
 from trainer.launch import run as runs
 
-BACKENDS = {"local": "trainer.launch.local"}
+BACKENDS = {"local": "trainer.launch.local", "slurm": "trainer.launch.slurm"}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -86,7 +86,7 @@ def logs(arguments: argparse.Namespace) -> None:
     rank = None if arguments.rank == "all" else int(arguments.rank)
     backend, shown = _backend(found.job["backend"]), dict[Path, int]()
     while True:
-        running = arguments.follow and backend.status(found).state == "running"
+        running = arguments.follow and backend.status(found).state in ("pending", "running")
         for path in found.logs(rank):
             shown[path] = _print_from(path, shown.get(path, 0), prefix=rank is None)
         if not running:

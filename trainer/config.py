@@ -185,6 +185,8 @@ class Training(Section):
     """Samples of one optimizer step over all ranks: global, and never rewritten."""
     micro_batch_size: PositiveInt | None = None
     """Samples of one rank in one forward; null: batch_size / ranks. Accumulation steps follow from it."""
+    device: Literal["auto", "cpu"] = "auto"
+    """auto: the GPUs that resources.gpus_per_node asks for; cpu: the CPU even so."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Type of the forward pass (autocast); fp16 brings a gradient scaler."""
     grad_clip_norm: PositiveFloat | None = None

@@ -50,7 +50,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Status:
-    """How a run stands: `state` is running, done, stopped, failed or lost; `detail` is a line for a person."""
+    """How a run stands: `state` is pending, running, done, stopped, failed or lost; `detail` is a line for a person."""
 
     state: str
     detail: str

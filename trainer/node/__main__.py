@@ -102,6 +102,9 @@ class _Node:
         finally:
             watch.kill()
         self.folder.event("node_end", **facts, exit_code=int(code), fault=fault.line() if fault else None)
+        (self.folder.folder / "exit_code").write_text(
+            f"{int(code)}\n"
+        )  # for a batch script, which sees only what srun makes of it
         self._leave(watch, fault)
         if fault:
             say(fault.line())

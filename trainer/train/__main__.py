@@ -41,7 +41,8 @@ def main(arguments: list[str]) -> int:
     try:
         # torch.distributed.launch still adds a flag for what LOCAL_RANK says
         config = load_config(*(a for a in arguments if not re.match(r"--local[-_]rank=", a)))
-        with joined(config.resources.gpus_per_node, config.watch.stall_seconds) as world:
+        gpus = config.resources.gpus_per_node if config.training.device == "auto" else 0
+        with joined(gpus, config.watch.stall_seconds) as world:
             _configure_logging(world)
             return train(config, world)
     except KitError as error:

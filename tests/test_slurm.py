@@ -1,0 +1,304 @@
+"""Whole runs on a real two-node Slurm that the lab brings up."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import DIGITS, ROOT
+from tests.jobs import SHORT, TRAINER, command, equal, logs, losses, metrics, overrides, saved, wait_until
+from tests.lab.machines import LOGIN
+from tests.lab.slurm import Cluster
+from tests.test_runs import SCRIPT, slow
+from trainer.errors import ExitCode
+from trainer.launch.slurm import plan
+from trainer.settings import load_config
+
+_MISSING = [
+    name
+    for name in ("slurmctld", "slurmd", "munged", "ip", "iptables")
+    if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin")
+]
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.skipif(os.geteuid() != 0, reason="the lab needs root"),
+    pytest.mark.skipif(bool(_MISSING), reason=f"not installed: {', '.join(_MISSING)}"),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    made = Cluster(Path(f"/var/lib/slurmlab-{os.getpid()}"), nodes=2, gpus=8, shared=[])
+    made.up()
+    yield made
+    made.down()
+
+
+@pytest.fixture
+def shared(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder that all nodes see (their /tmp is their own), with awkward characters; the cluster's commands are on PATH."""
+    monkeypatch.setenv("PATH", f"{cluster.bin}:{os.environ['PATH']}")
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as parent:
+        folder = Path(parent) / 'it\'s a "run" 100% folder'
+        folder.mkdir()
+        yield folder
+        slurm("scancel", "--user=root")
+        slurm("scancel", "--user=alice")
+        assert wait_until(cluster.idle, 60), slurm("sinfo", "-N") + slurm("squeue")
+
+
+def slurm(*argv: str) -> str:
+    done = subprocess.run(argv, capture_output=True, text=True)
+    return done.stdout + done.stderr
+
+
+def queue(job: str) -> str:
+    """State and reason, or nothing when the job has left the queue."""
+    return subprocess.run(["squeue", "-h", "-j", job, "-o", "%T %r"], capture_output=True, text=True).stdout.strip()
+
+
+def let_start_now(job: str) -> None:
+    """A requeued job waits two minutes (BeginTime), and no option of 22.05 shortens that."""
+    assert wait_until(lambda: queue(job).startswith("PENDING"), 40), queue(job)
+    slurm("scontrol", "update", f"jobid={job}", "StartTime=now")
+
+
+def submit(run: Path, *settings: str) -> str:
+    """`trainer submit` on Slurm; returns the job's id."""
+    code, output = command(*TRAINER, "submit", str(ROOT / "slurm" / "site.yaml"), *settings, overrides(run))
+    assert code == 0, output
+    return str(json.loads((run / "job.json").read_text())["job_id"])
+
+
+def follow(run: Path) -> str:
+    code, output = command(*TRAINER, "logs", "--follow", str(run))
+    assert code == 0, output + logs(run)
+    return output
+
+
+def batch_log(run: Path) -> str:
+    return "".join(path.read_text() for path in run.glob("logs/slurm-*.log"))
+
+
+TWO_BY_TWO = ["resources.nodes=2", "resources.gpus_per_node=2"]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same four ranks on this machine."""
+    run = tmp_path_factory.mktemp("local") / "run"
+    code, output = command(*TRAINER, "run", *SHORT, *TWO_BY_TWO, overrides(run))
+    assert code == 0, output
+    return run
+
+
+def test_submit_trains_on_two_nodes_as_one_machine_does(shared: Path, reference: Path) -> None:
+    run = shared / "run"
+    job = submit(run, *SHORT, *TWO_BY_TWO)
+    assert f"done: job {job} ended well" in follow(run), batch_log(run)
+    assert {path.name.split(".")[1] for path in run.glob("logs/attempt-000/*.log")} == {"node1", "node2"}
+    assert losses(run) == losses(reference) and equal(saved(run), saved(reference))
+
+
+def test_render_is_to_the_letter_what_was_sent(shared: Path) -> None:
+    settings = [
+        str(ROOT / "slurm" / "site.yaml"),
+        *SHORT,
+        *TWO_BY_TWO,
+        overrides(shared / "run"),
+        "slurm.options={exclusive: true, comment: a b}",
+    ]
+    code, rendered = command(*TRAINER, "render", *settings)
+    assert code == 0, rendered
+    code, output = command(*TRAINER, "submit", *settings)
+    assert code == 0, output
+    assert rendered == (shared / "run" / "plan.txt").read_text()
+    assert (shared / "run" / "job.sbatch").read_text() == (ROOT / "slurm" / "job.sbatch").read_text()
+    assert "ended well" in follow(shared / "run"), batch_log(shared / "run")
+
+
+def test_sbatch_by_hand_gives_the_same_job(shared: Path, reference: Path) -> None:
+    flags = ["--parsable", "--nodes=2", "--gpus-per-node=2", "--time=5", "--job-name=by-hand", f"--output={shared.parent}/%j.log"]
+    done = subprocess.run(
+        ["sbatch", *flags, str(ROOT / "slurm" / "job.sbatch"), *SHORT, *TWO_BY_TWO],
+        cwd=shared,
+        env={**os.environ, "PYTHON": TRAINER[0], "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    job = done.stdout.strip()
+    assert wait_until(lambda: not queue(job), 90), done.stderr
+    run = shared / "runs" / f"by-hand-{job}"
+    assert (run / "exit_code").read_text() == "0\n", (shared.parent / f"{job}.log").read_text()
+    assert losses(run) == losses(reference) and equal(saved(run), saved(reference))
+
+
+def test_both_ways_start_the_same_argv_with_the_same_variables(shared: Path) -> None:
+    """An interpreter that only tells what it was started with."""
+    fake = shared / "python"
+    fake.write_text('#!/bin/sh\n{ printf "%s\\n" "$@"; env | grep ^PET_ | sort; } >"$RUN_DIR/seen-$SLURM_NODEID"\n')
+    fake.chmod(0o755)
+    seen = {}
+    for way in ("submit", "hand"):
+        run = shared / way
+        run.mkdir()
+        argv = ["sbatch", "--parsable", "--wait", "--nodes=2", str(ROOT / "slurm" / "job.sbatch"), f"{run}/config.yaml"]
+        environ = {**os.environ, "PYTHON": str(fake), "RUN_DIR": str(run)}
+        if way == "submit":
+            made = plan(load_config(DIGITS, "backend=slurm", "resources.nodes=2"), str(run))
+            (run / "logs").mkdir()
+            (run / "job.sbatch").write_text(made.files["job.sbatch"])
+            argv = ["sbatch", "--wait", *made.commands[0].argv[1:]]
+            environ = {**os.environ, **made.commands[0].environ, "PYTHON": str(fake)}
+        done = subprocess.run(argv, cwd=shared, env=environ, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr + batch_log(run)
+        job = int(done.stdout.split()[0])
+        told = [
+            (run / f"seen-{node}").read_text().replace(str(20000 + job % 9000), "PORT").replace(f"/{way}", "/WAY")
+            for node in (0, 1)
+        ]
+        seen[way] = told
+    assert seen["submit"] == seen["hand"]
+    assert "PET_NODE_RANK=0" in seen["hand"][0] and "PET_NODE_RANK=1" in seen["hand"][1]
+    assert all("PET_MASTER_ADDR=node1\nPET_MASTER_PORT=PORT\nPET_NNODES=2\n" in told for told in seen["hand"])
+
+
+DELIVERIES = {
+    "to the steps": ["scancel", "--signal=USR1"],
+    "to the batch shell": ["scancel", "--batch", "--signal=USR1"],
+    "to both": ["scancel", "--full", "--signal=USR1"],
+    "USR2 to both": ["scancel", "--full", "--signal=USR2"],
+    "TERM to the batch shell": ["scancel", "--batch", "--signal=TERM"],
+}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("uninterrupted") / "run"
+    code, output = command(*TRAINER, "node", *slow(run, 0.0))
+    assert code == 0, output
+    return run
+
+
+@pytest.mark.parametrize("delivery", DELIVERIES)
+def test_every_delivery_of_a_stop_is_one_save_one_requeue_and_no_step_lost(
+    delivery: str, shared: Path, uninterrupted: Path
+) -> None:
+    run = shared / "run"
+    job = submit(run, *slow(run, 0.02, resources__nodes=2, resources__ranks_per_node=1))
+    assert wait_until(lambda: metrics(run) and metrics(run)[-1]["step"] >= 7), batch_log(run)
+    slurm(*DELIVERIES[delivery], job)
+    slurm(*DELIVERIES[delivery], job)  # and again, as a scheduler may
+    let_start_now(job)
+    step = metrics(run)[-1]["step"]
+    assert 7 <= step < 50 and (run / "checkpoints" / "latest").resolve().name == f"step-{step:08d}"
+    assert wait_until(lambda: not queue(job), 60), queue(job)
+    told = batch_log(run)
+    assert told.count("requeueing (1 of 3)") == 1 and "attempt 0" in told and "attempt 1" in told, told
+    assert "stopped by" in told and f"resuming at step {step}" in told, "the first attempt's log is still there"
+    assert [step for step, _ in losses(run)] == list(range(1, 51))
+    assert losses(run) == losses(uninterrupted) and equal(saved(run), saved(uninterrupted))
+
+
+def test_the_budget_of_requeues_ends(shared: Path) -> None:
+    run = shared / "run"
+    job = submit(run, *slow(run, 0.02), "slurm.max_requeues=0")
+    assert wait_until(lambda: len(metrics(run)) > 3), batch_log(run)
+    slurm("scancel", "--signal=USR1", job)
+    assert wait_until(lambda: not queue(job), 40), queue(job)
+    assert "no requeue is left (MAX_REQUEUES=0)" in batch_log(run)
+    assert ": stopped: " in command(*TRAINER, "status", str(run))[1]
+
+
+def test_cancel_saves_and_is_not_requeued(shared: Path) -> None:
+    run = shared / "run"
+    job = submit(run, *slow(run, 0.02))
+    assert wait_until(lambda: len(metrics(run)) > 3), batch_log(run)
+    assert "asked job" in command(*TRAINER, "cancel", str(run))[1]
+    assert wait_until(lambda: not queue(job), 40), queue(job)
+    assert "requeueing" not in batch_log(run) and "saved" in batch_log(run), batch_log(run)
+    assert ": stopped: " in command(*TRAINER, "status", str(run))[1]
+
+
+@pytest.mark.parametrize(
+    ("what", "rank", "code", "words"),
+    [
+        ("sys.exit(7)", 1, ExitCode.RANK_FAILED, "exited with 7 (train.py:6)"),
+        ("raise ValueError('bad sample')", 0, ExitCode.RANK_FAILED, "ValueError: bad sample (train.py:6)"),
+    ],
+)
+def test_a_failing_task_ends_the_job_soon_and_for_good(what: str, rank: int, code: ExitCode, words: str, shared: Path) -> None:
+    (shared / "train.py").write_text(SCRIPT.format(what=what, rank=rank))
+    (shared / "run.yaml").write_text("name: faulty\nbackend: slurm\nentrypoint: train.py\nresources: {nodes: 2}\n")
+    run = shared / "run"
+    found, output = command(*TRAINER, "submit", "run.yaml", overrides(run), cwd=shared)
+    assert found == 0, output
+    job = str(json.loads((run / "job.json").read_text())["job_id"])
+    assert wait_until(lambda: (run / "exit_code").exists(), 60), batch_log(run)
+    assert wait_until(lambda: not queue(job), 10), "the whole job is over within 10 s"
+    lines = [line for line in batch_log(run).splitlines() if line.startswith("FAULT ")]
+    assert lines and all(line.startswith(f"FAULT C1 host=node{rank + 1} rank={rank}: {words}") for line in lines), batch_log(run)
+    assert (run / "exit_code").read_text() == f"{int(code)}\n"
+    assert "requeueing" not in batch_log(run)
+    assert f"ExitCode={int(code)}:0" in slurm("scontrol", "show", "job", job)
+    assert f"failed: {lines[0]}" in command(*TRAINER, "status", str(run))[1]
+
+
+def test_two_jobs_on_the_same_nodes_do_not_meet(shared: Path) -> None:
+    runs = [shared / "a", shared / "b"]
+    for run in runs:
+        submit(run, *slow(run, 0.0, resources__nodes=2, resources__ranks_per_node=1), "training.max_steps=10")
+    for run in runs:
+        assert "ended well" in follow(run), batch_log(run)
+    assert losses(runs[0]) == losses(runs[1])
+
+
+def test_a_node_that_loses_power_is_requeued_and_the_result_is_the_same(
+    cluster: Cluster, shared: Path, uninterrupted: Path
+) -> None:
+    run = shared / "run"
+    job = submit(run, *slow(run, 0.05, resources__nodes=2, resources__ranks_per_node=1))
+    assert wait_until(lambda: metrics(run) and metrics(run)[-1]["step"] >= 7), batch_log(run)
+    cluster.off("node2")
+    assert wait_until(lambda: "PENDING" in queue(job), 90), queue(job) + batch_log(run)
+    cluster.power_on("node2")
+    assert wait_until(cluster.idle, 60), slurm("sinfo", "-N")
+    let_start_now(job)
+    assert wait_until(lambda: not queue(job), 90), queue(job)
+    assert "resuming at step" in batch_log(run)
+    assert losses(run) == losses(uninterrupted) and equal(saved(run), saved(uninterrupted))
+
+
+def test_what_slurm_refuses_comes_back_in_its_own_words(shared: Path) -> None:
+    settings = [str(ROOT / "slurm" / "site.yaml"), *SHORT, overrides(shared / "run"), "slurm.partition=nowhere"]
+    code, output = command(*TRAINER, "submit", *settings)
+    assert code == ExitCode.CONFIG and "error: sbatch: " in output and "invalid partition" in output.lower(), output
+
+
+def test_a_plain_user_can_submit(cluster: Cluster, shared: Path) -> None:
+    """alice exists on the machines only, and has no right to this user's files: the batch file and Debian's Python do."""
+    home = cluster.folder / "home" / "alice"
+    fake = home / "python"
+    fake.write_text('#!/bin/sh\necho "$(id -un) $PET_NODE_RANK" >"$RUN_DIR/seen-$SLURM_NODEID"\n')
+    fake.chmod(0o755)
+    batch = home / "job.sbatch"
+    shutil.copy(ROOT / "slurm" / "job.sbatch", batch)
+    submit = f"cd && PYTHON={fake} sbatch --parsable --wait --nodes=2 {batch} config.yaml"
+    done = cluster.on(LOGIN, *cluster.enter(LOGIN, "alice")[len(cluster.enter(LOGIN)) :], "sh", "-c", submit)
+    job = done.stdout.split()[0]
+    run = home / "runs" / f"ddp-{job}"
+    assert [(run / f"seen-{node}").read_text() for node in (0, 1)] == ["alice 0\n", "alice 1\n"]
+
+
+def test_the_batch_file_refuses_what_it_cannot_run() -> None:
+    script = str(ROOT / "slurm" / "job.sbatch")
+    for argv, words in (([script], "CONFIG: missing"), ([script, "config.yaml"], "start this file with sbatch")):
+        done = subprocess.run(["bash", *argv], capture_output=True, text=True, env={"PATH": os.environ["PATH"]})
+        assert done.returncode == 2 and words in done.stderr
