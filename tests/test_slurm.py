@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,13 +62,23 @@ def slurm(*argv: str) -> str:
 
 def queue(job: str) -> str:
     """State and reason, or nothing when the job has left the queue."""
-    return subprocess.run(["squeue", "-h", "-j", job, "-o", "%T %r"], capture_output=True, text=True).stdout.strip()
+    done = subprocess.run(["squeue", "-h", "-j", job, "-o", "%T %r"], capture_output=True, text=True)
+    assert not done.stderr or "Invalid job id" in done.stderr, done.stderr
+    return done.stdout.strip()
 
 
-def let_start_now(job: str) -> None:
-    """A requeued job waits two minutes (BeginTime), and no option of 22.05 shortens that."""
-    assert wait_until(lambda: queue(job).startswith("PENDING"), 40), queue(job)
-    slurm("scontrol", "update", f"jobid={job}", "StartTime=now")
+def let_start_now(job: str, run: Path) -> None:
+    """A requeued job waits two minutes (BeginTime), and no option of 22.05 shortens that. By then the nodes are clean: a start in
+    the same second as the end was seen to fail without a word."""
+    assert wait_until(lambda: queue(job) == "PENDING BeginTime", 40), queue(job)
+    assert wait_until(lambda: set(slurm("sinfo", "-hNo", "%T").split()) == {"idle"}, 40), slurm("sinfo", "-N")
+    time.sleep(1)
+
+    def started() -> bool:
+        slurm("scontrol", "update", f"jobid={job}", "StartTime=now")  # refused while the first run is still being cleaned up
+        return queue(job).startswith("RUNNING")
+
+    assert wait_until(started, 30), slurm("scontrol", "show", "job", job) + batch_log(run)
 
 
 def submit(run: Path, *settings: str) -> str:
@@ -196,7 +207,7 @@ def test_every_delivery_of_a_stop_is_one_save_one_requeue_and_no_step_lost(
     assert wait_until(lambda: metrics(run) and metrics(run)[-1]["step"] >= 7), batch_log(run)
     slurm(*DELIVERIES[delivery], job)
     slurm(*DELIVERIES[delivery], job)  # and again, as a scheduler may
-    let_start_now(job)
+    let_start_now(job, run)
     step = metrics(run)[-1]["step"]
     assert 7 <= step < 50 and (run / "checkpoints" / "latest").resolve().name == f"step-{step:08d}"
     assert wait_until(lambda: not queue(job), 60), queue(job)
@@ -270,7 +281,7 @@ def test_a_node_that_loses_power_is_requeued_and_the_result_is_the_same(
     assert wait_until(lambda: "PENDING" in queue(job), 90), queue(job) + batch_log(run)
     cluster.power_on("node2")
     assert wait_until(cluster.idle, 60), slurm("sinfo", "-N")
-    let_start_now(job)
+    let_start_now(job, run)
     assert wait_until(lambda: not queue(job), 90), queue(job)
     assert "resuming at step" in batch_log(run)
     assert losses(run) == losses(uninterrupted) and equal(saved(run), saved(uninterrupted))
