@@ -62,6 +62,8 @@ def test_the_run_folder_tells_the_whole_run(folder: Path) -> None:
     names = {str(path.relative_to(run)) for path in run.rglob("*") if "checkpoints" not in path.parts}
     host = os.uname().nodename
     assert names == {
+        ".lock",
+        ".submit",
         "config.yaml",
         "events.jsonl",
         "job.json",

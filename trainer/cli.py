@@ -15,6 +15,8 @@ from trainer.config import Config
 from trainer.errors import ConfigError, ExitCode, KitError
 from trainer.launch import run as runs
 
+_INTERRUPTED = 130  # what a shell says of Ctrl-C
+
 BACKENDS = {"local": "trainer.launch.local", "slurm": "trainer.launch.slurm"}
 
 
@@ -28,9 +30,11 @@ def main(argv: list[str] | None = None) -> int:
         for line in error.lines:
             print(f"error: {line}", file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:  # `trainer logs | head`
+    except BrokenPipeError:  # `trainer logs | head`; what runs a job never lets it come up here
         sys.stderr.close()
         return ExitCode.DONE
+    except KeyboardInterrupt:
+        return _INTERRUPTED
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -50,7 +54,8 @@ def render(arguments: argparse.Namespace) -> None:
 def submit(arguments: argparse.Namespace) -> None:
     """Send a run to its backend and return."""
     config = _load(arguments)
-    run = _backend(config.backend).submit(config, runs.new_run_dir(config))
+    backend = _backend(config.backend)
+    run = backend.submit(config)
     shown = _short(run.folder)
     print(f"submitted {config.name} to {config.backend}: {shown}")
     print(f"follow with: trainer logs --follow {shown}")
@@ -63,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     if config.backend != "local":
         config = config.model_copy(update={"backend": "local"})
         settings.check(config)
-    run_dir = runs.new_run_dir(config)
+    run_dir = runs.new_run_dir(config, make=True)
     print(f"run folder: {_short(Path(run_dir))}", file=sys.stderr)
     return int(_backend("local").run_here(config, run_dir))
 
@@ -88,10 +93,13 @@ def logs(arguments: argparse.Namespace) -> None:
     while True:
         running = arguments.follow and backend.status(found).state in ("pending", "running")
         for path in found.logs(rank):
-            shown[path] = _print_from(path, shown.get(path, 0), prefix=rank is None)
+            shown[path] = _print_from(path, shown.get(path, 0), prefix=rank is None, whole_lines=bool(running))
         if not running:
             break
         time.sleep(0.3)
+    if not shown:  # the node ended before it had ranks: its own log says why
+        for path in sorted((found.folder / "logs").glob("*.log")):
+            shown[path] = _print_from(path, 0, prefix=True, whole_lines=False)
     if not shown:
         raise ConfigError(f"RUN={found.folder}: no log of rank {arguments.rank} yet; see {found.folder}/logs")
     if arguments.follow:
@@ -145,6 +153,11 @@ def _rank(text: str) -> str:
 def _load(arguments: argparse.Namespace) -> Config:
     config = settings.load_config(*arguments.config)
     settings.check(config)
+    for path in map(Path, arguments.config):
+        if (path.parent / "job.json").is_file() and config.run_dir and Path(config.run_dir).resolve() != path.parent.resolve():
+            raise ConfigError(
+                f"run_dir={config.run_dir}: {path} lies in another run's folder now; give run_dir={path.parent} to go on there"
+            )
     return config
 
 
@@ -158,12 +171,13 @@ def _short(folder: Path) -> str:
     return str(folder.relative_to(Path.cwd())) if folder.is_relative_to(Path.cwd()) else str(folder)
 
 
-def _print_from(path: Path, offset: int, prefix: bool) -> int:
-    """Print a log's whole lines from an offset; returns the new offset."""
+def _print_from(path: Path, offset: int, prefix: bool, whole_lines: bool) -> int:
+    """Print a log from an offset, without a last line that is still being written; returns the new offset."""
     with open(path, "rb") as file:
         file.seek(offset)
         text = file.read()
-    text = text[: text.rfind(b"\n") + 1]
+    if whole_lines:
+        text = text[: text.rfind(b"\n") + 1]
     for line in text.decode("utf-8", "replace").splitlines():
         print(f"{path.name.split('.')[0]}: {line}" if prefix else line, flush=True)
     return offset + len(text)

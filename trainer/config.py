@@ -5,6 +5,7 @@ The world size is not in here: it comes from the process group, so the two canno
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Annotated, Any, Literal
 
@@ -15,6 +16,7 @@ TRAIN = "trainer.train"  # the entrypoint that is the kit's own training loop
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, le=10**7, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -31,6 +33,13 @@ def _job_name(value: str) -> str:
     return value
 
 
+def _folder(value: str) -> str:
+    if not value.strip() or "\0" in value or "\n" in value:
+        raise ValueError("is no folder; name one")
+    return os.path.expanduser(value)  # noqa: PTH111 (a string stays a string)
+
+
+FolderName = Annotated[str, AfterValidator(_folder)]
 TargetName = Annotated[str, AfterValidator(_target)]
 JobName = Annotated[str, AfterValidator(_job_name)]
 
@@ -81,7 +90,7 @@ class Container(Section):
     """What starts the image on a Slurm node."""
     mounts: list[str] = []
     """Folders to mount, each `host:container` or `host:container:ro`."""
-    env: dict[str, str] = {}
+    env: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str] = {}
     """Environment of the nodes; it beats the image's own."""
 
 
@@ -195,7 +204,7 @@ class Training(Section):
     """torch.compile the model."""
     ema_decay: Fraction | None = None
     """Evaluate, and also save, an exponential moving average of the weights."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of weights, order and augmentation."""
     log_every_steps: PositiveInt = 50
     """Write metrics every so many optimizer steps."""
@@ -219,11 +228,11 @@ class Checkpoint(Section):
 class Watch(Section):
     """Deadlines. They count from the moment the imports are done."""
 
-    join_seconds: PositiveFloat = 120
+    join_seconds: Seconds = 120
     """How long node 0 waits for the other nodes."""
-    stall_seconds: PositiveFloat = 180
+    stall_seconds: Seconds = 180
     """How long a rank may make no progress; also the limit of one collective."""
-    stop_seconds: PositiveFloat = 60
+    stop_seconds: Seconds = 60
     """How long the ranks may take to save after a stop signal before they are killed."""
 
 
@@ -238,9 +247,9 @@ class Config(Section):
     """trainer.train, or the path of a script of your own, ending in .py."""
     entrypoint_args: list[str] = []
     """Arguments of that script."""
-    runs_dir: str = "runs"
+    runs_dir: FolderName = "runs"
     """Folder in which each submitted run gets a folder of its own."""
-    run_dir: str | None = None
+    run_dir: FolderName | None = None
     """This run's folder; null: `submit` makes a new one, everything else uses RUNS_DIR/NAME."""
     resources: Resources = Resources()
     container: Container = Container()

@@ -102,7 +102,7 @@ def write_error_file(path: str, error: BaseException) -> None:
     target = Path(path)
     if target.exists():
         return
-    record = {"time": time.time(), "type": type(error).__name__, "message": _message(error), "where": _where(error)}
+    record = {"time": time.time(), "type": type(error).__name__, "message": _message(error), "where": where(error)}
     if isinstance(error, KitError):
         record["exit_code"] = int(error.exit_code)
     target.write_text(json.dumps(record), encoding="utf-8")
@@ -115,7 +115,7 @@ def _message(error: BaseException) -> str:
     return " ".join(text.split())
 
 
-def _where(error: BaseException) -> str:
+def where(error: BaseException) -> str:
     """The innermost `file:line` outside installed packages and this kit; the innermost of all if there is none."""
     frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     if "Original Traceback" in str(error):

@@ -39,6 +39,22 @@ def started_at(pid: int) -> str | None:
     return None if fields[0] == "Z" else fields[19]
 
 
+def process_state(pid: int) -> str | None:
+    """The kernel's letter for a process: R running, S sleeping, D waiting for a device, T stopped, Z dead (Linux; else None)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return None
+
+
+def signal_name(number: int) -> str:
+    """SIGKILL for 9; real-time signals have no name but their number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def usable_cores() -> int:
     """Cores that this process may run on (its affinity mask, not the machine's count)."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

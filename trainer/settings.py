@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -49,7 +50,7 @@ def load_config(*arguments: str | Path) -> Config:
 
 def dump_config(config: Config) -> str:
     """The resolved config as YAML: every setting, defaults included, so that a run's file says all."""
-    return yaml12.dump(config.model_dump(mode="json"))
+    return yaml12.dump(config.model_dump())
 
 
 def check(config: Config) -> None:
@@ -61,14 +62,33 @@ def check(config: Config) -> None:
     strict = config.backend == "local"
     problems = []
     if config.entrypoint == TRAIN:
-        given = {"model": ["devices"], "optimizer": ["params"]}
         for name in ("model", "data", "loss", "optimizer"):
-            section = getattr(config, name)
-            problems.append(targets.problem(name, section.target, section.args, given.get(name, ()), strict))
+            section, given = getattr(config, name), ["devices"] if name == "model" else []
+            first = 1 if name == "optimizer" else 0  # the parameters
+            problems.append(targets.problem(name, section.target, section.args, given, first, strict))
     elif strict and not Path(config.entrypoint).is_file():
         problems.append(f"entrypoint={config.entrypoint}: no such file under {Path.cwd()}; correct the path")
     if found := [line for line in problems if line]:
         raise ConfigError("\n".join(found))
+
+
+def check_resume(config: Config, folder: Path) -> None:
+    """Refuse a change that the checkpoints of a run folder would refuse later, before it is written into the folder.
+
+    Raises:
+        ConfigError: the order of the samples would be another one.
+    """
+    file = folder / "config.yaml"
+    if not file.is_file() or not any(folder.glob("checkpoints/step-*/manifest.json")):
+        return
+    before = load_config(file)
+    for name in ("batch_size", "seed"):
+        old, new = getattr(before.training, name), getattr(config.training, name)
+        if old != new:
+            raise ConfigError(
+                f"training.{name}={new}: the checkpoints in {folder} were made with {old}, and the order of the samples "
+                "hangs on it; set it back or start a new run"
+            )
 
 
 def schema() -> str:
@@ -85,7 +105,7 @@ def settings_table() -> str:
 
 
 def _is_override(argument: str | Path) -> bool:
-    return isinstance(argument, str) and bool(_OVERRIDE.match(argument)) and not Path(argument).is_file()
+    return isinstance(argument, str) and bool(_OVERRIDE.match(argument)) and not os.path.isfile(argument)  # noqa: PTH113 (any length)
 
 
 def _read(path: Path) -> dict[str, Any]:

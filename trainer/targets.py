@@ -16,7 +16,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, where
 
 
 def resolve(setting: str, target: str) -> Callable[..., Any]:
@@ -36,6 +36,11 @@ def resolve(setting: str, target: str) -> Callable[..., Any]:
             found = getattr(found, name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{setting}.target={target}: {error}; correct the target or install its package") from None
+    except Exception as error:  # whatever the user's module does when it is loaded
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ConfigError(
+            f"{setting}.target={target}: importing it raised {text} ({where(error)}); correct that module"
+        ) from None
     if not callable(found):
         raise ConfigError(f"{setting}.target={target}: is a {type(found).__name__}, not a callable; name a function or class")
     return found  # type: ignore[no-any-return]
@@ -57,11 +62,14 @@ def call(setting: str, target: str, args: dict[str, Any], *positional: Any, **ex
         raise
 
 
-def problem(setting: str, target: str, args: dict[str, Any], given: Iterable[str] = (), strict: bool = False) -> str | None:
+def problem(
+    setting: str, target: str, args: dict[str, Any], given: Iterable[str] = (), first: int = 0, strict: bool = False
+) -> str | None:
     """What is certainly wrong with a target and its arguments, as far as the source tells without running it.
 
     Args:
         given: parameter names that the kit fills in itself.
+        first: how many parameters the kit fills in by position.
         strict: the code will run on this machine, so a package that is missing here is an error.
 
     Returns:
@@ -69,22 +77,22 @@ def problem(setting: str, target: str, args: dict[str, Any], given: Iterable[str
     """
     module_name, _, path = target.partition(":")
     name, *inner = path.split(".")
-    where = _find_module(module_name, strict)
-    if isinstance(where, str):
-        return f"{setting}.target={target}: {where}"
-    if where is None or inner:
+    source = _find_module(module_name, strict)
+    if isinstance(source, str):
+        return f"{setting}.target={target}: {source}"
+    if source is None or inner:
         return None
-    names = _names(where)
+    names = _names(source)
     if names is not None and name not in names:
         return f"{setting}.target={target}: {module_name} has no {name!r}{_did_you_mean(name, names)}"
-    parameters = _parameters(where, name)
+    parameters = _parameters(source, name)
     if parameters is None:
         return None
     for key, value in args.items():
         if key not in parameters.all:
             return f"{setting}.args.{key}={value!r}: {target} has no such parameter{_did_you_mean(key, parameters.all)}"
     for key in parameters.required:
-        if key not in args and key not in given:
+        if key not in args and key not in given and key not in parameters.all[:first]:
             return f"{setting}.args.{key}: missing; {target} needs it"
     return None
 
@@ -181,21 +189,38 @@ class _Parameters:
     required: list[str]
 
 
-def _parameters(path: Path, name: str) -> _Parameters | None:
-    """The parameters of a function, or of a class's own `__init__`; None where a decorator or `**kwargs` hides them."""
-    for node in _tree(path).body:
-        if isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                source = _import_source(path, node) if (alias.asname or alias.name) in (name, "*") else None
-                found = _parameters(source, name if alias.name == "*" else alias.name) if source else None
-                if found:
-                    return found
-        elif isinstance(node, ast.ClassDef) and node.name == name:
-            own = [n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
-            return _signature(own[0], skip=1) if own and not node.decorator_list else None
-        elif isinstance(node, ast.FunctionDef) and node.name == name:
-            return _signature(node, skip=0)
+def _parameters(path: Path, name: str, seen: frozenset[Path] = frozenset()) -> _Parameters | None:
+    """The parameters of a function, or of a class's own `__init__`; None where a decorator, a second definition or `**kwargs`
+    hides them."""
+    if path in seen:
+        return None
+    body = _tree(path).body
+    defined = [n for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == name]
+    rebound = [n for n in ast.walk(_tree(path)) if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Store)]
+    imported = [
+        (node, alias)
+        for node in body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if (alias.asname or alias.name) in (name, "*")
+    ]
+    if rebound or len(defined) > 1:
+        return None
+    if defined:
+        return _signature_of(defined[0])
+    for node, alias in imported:
+        source = _import_source(path, node)
+        found = _parameters(source, name if alias.name == "*" else alias.name, seen | {path}) if source else None
+        if found:
+            return found
     return None
+
+
+def _signature_of(node: ast.FunctionDef | ast.ClassDef) -> _Parameters | None:
+    if isinstance(node, ast.FunctionDef):
+        return _signature(node, skip=0)
+    own = [n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
+    return _signature(own[0], skip=1) if own and not node.decorator_list else None
 
 
 def _signature(node: ast.FunctionDef, skip: int) -> _Parameters | None:

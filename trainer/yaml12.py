@@ -71,6 +71,11 @@ for _tag, _pattern, _first in _CORE:
     for _class in (_Loader, _Dumper):
         _first_characters = ["" if character == "\0" else character for character in _first]
         _class.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), _first_characters)
+_Loader.yaml_constructors = {  # only the core schema's tags
+    tag: constructor
+    for tag, constructor in _Loader.yaml_constructors.items()
+    if tag is None or tag.rpartition(":")[2] in ("null", "bool", "int", "float", "str", "seq", "map")
+}
 _Dumper.add_representer(str, _Dumper.represent_str)
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 _Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
@@ -89,6 +94,10 @@ def load(text: str) -> Any:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         raise ConfigError(f"{where}not valid YAML: {error.problem or error.context}; see that line") from None
+    except (ValueError, KeyError) as error:  # an explicit tag on a value that it does not fit
+        raise ConfigError(f"not valid YAML: a tag that does not fit its value ({error}); remove it") from None
+    except RecursionError:
+        raise ConfigError("not valid YAML: nested too deeply; see the file") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}; see the file") from None
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from trainer.config import Config
 from trainer.errors import ConfigError, ExitCode
-from trainer.launch.run import Command, Plan, Run, Status, resolved, write_plan
+from trainer.launch.run import Command, Plan, Run, Status, new_run_dir, resolved, submission, write_plan
 from trainer.process import die_with_parent, started_at
 
 _ADDRESS = "127.0.0.1"
@@ -45,9 +45,9 @@ def render(config: Config, run_dir: str) -> Plan:
         return plan(config, run_dir, listener.getsockname()[1])
 
 
-def submit(config: Config, run_dir: str) -> Run:
+def submit(config: Config) -> Run:
     """Start the nodes in the background."""
-    run, processes = _start(config, run_dir, attached=False)
+    run, processes = _start(config, new_run_dir(config, make=True), attached=False)
     for process in processes:
         process.returncode = 0  # they go on without us
     return run
@@ -66,8 +66,12 @@ def run_here(config: Config, run_dir: str) -> int:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN if os.isatty(0) else pass_on)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, pass_on)
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            signal.signal(number, pass_on)
     codes = [process.wait() for process in processes]
+    for rank, code in enumerate(codes):
+        if code < 0:
+            print(f"node {rank} was killed by signal {-code}; its ranks are gone, the last checkpoint stands", file=sys.stderr)
     bad = [code for code in codes if code]
     return next((code for code in bad if code > 0), 128 - bad[0] if bad else 0)
 
@@ -84,7 +88,8 @@ def status(run: Run) -> Status:
     if faults:
         return Status("failed", str(faults[0]))
     if len(ends) < len(nodes):
-        return Status("lost", f"{len(nodes) - len(ends)} of {len(nodes)} nodes ended without a word; see {run.folder}/logs")
+        lost = f"{len(nodes) - len(ends)} of {len(nodes)} nodes ended without a word"
+        return Status("lost", f"{lost}; the last line of {run.folder}/logs is: {run.last_word()}")
     if any(end["exit_code"] == ExitCode.STOPPED for end in ends):
         return Status("stopped", f"stopped on request and saved; go on with: trainer submit {run.folder}/config.yaml")
     return Status("done", "ended well")
@@ -105,17 +110,17 @@ def cancel(run: Run, now: bool = False) -> str:
 
 
 def _start(config: Config, run_dir: str, attached: bool) -> tuple[Run, list[subprocess.Popen[bytes]]]:
-    _refuse_if_in_use(run_dir)
-    with _free_port(run_dir) as listener:
+    with submission(config, run_dir), _free_port(run_dir) as listener:
+        _refuse_if_in_use(run_dir)
         made = plan(config, run_dir, listener.getsockname()[1])
         run = write_plan(made)
         processes = []
         for node_rank, command in enumerate(made.commands):
             processes.append(_start_node(run, node_rank, command, listener, attached))
-    facts: list[dict[str, Any]] = [
-        {"node_rank": rank, "pid": process.pid, "started": started_at(process.pid)} for rank, process in enumerate(processes)
-    ]
-    run.keep(made, {"processes": facts})
+        facts: list[dict[str, Any]] = [
+            {"node_rank": rank, "pid": process.pid, "started": started_at(process.pid)} for rank, process in enumerate(processes)
+        ]
+        run.keep(made, {"processes": facts})
     return run, processes
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
+import itertools
 import json
 import os
 import shlex
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trainer.config import Config
 from trainer.errors import ConfigError
-from trainer.settings import dump_config
+from trainer.settings import check_resume, dump_config
 
 _PACKAGE = Path(__file__).parent.parent
 KIT = _PACKAGE / "_kit" if (_PACKAGE / "_kit").is_dir() else _PACKAGE.parent  # slurm/ and k8s/: in a wheel, or in a checkout
@@ -67,10 +70,12 @@ class Run:
         """What was submitted last (job.json)."""
         path = self.folder / "job.json"
         try:
-            job: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            job = json.loads(path.read_text(encoding="utf-8"))
+            return dict(job, backend=str(job["backend"]))
         except FileNotFoundError:
             raise ConfigError(f"{self.folder}: holds no job.json, so nothing was submitted from it; name a run folder") from None
-        return job
+        except (ValueError, TypeError, KeyError):
+            raise ConfigError(f"{path}: is damaged; submit {self.folder}/config.yaml again to go on") from None
 
     def keep(self, plan: Plan, job: dict[str, Any]) -> None:
         """Write what was sent, whole or not at all."""
@@ -82,8 +87,15 @@ class Run:
         """The records of events.jsonl, oldest first."""
         path = self.folder / "events.jsonl"
         if path.exists():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                yield json.loads(line)
+            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+                with suppress(ValueError):  # a line cut off by a kill
+                    yield json.loads(line)
+
+    def last_word(self) -> str:
+        """The last line of the newest log of a node or batch job: why a run ended that left no other word."""
+        logs = sorted((self.folder / "logs").glob("*.log"), key=lambda path: path.stat().st_mtime)
+        lines = logs[-1].read_text(encoding="utf-8", errors="replace").splitlines() if logs else []
+        return lines[-1] if lines else ""
 
     def logs(self, rank: int | None = None) -> list[Path]:
         """The logs of the newest attempt: of one rank, or of all ranks."""
@@ -92,14 +104,48 @@ class Run:
         return sorted(attempts[-1].glob(pattern)) if attempts else []
 
 
-def new_run_dir(config: Config) -> str:
-    """The folder for a new run, absolute: the config's own, or RUNS_DIR/NAME-DATE-TIME. It is not made."""
+def new_run_dir(config: Config, make: bool = False) -> str:
+    """The folder for a new run, absolute: the config's own, or RUNS_DIR/NAME-DATE-TIME.
+
+    Args:
+        make: make it, so that no other submission can take it.
+    """
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    path = Path(config.run_dir or f"{config.runs_dir}/{config.name}-{stamp}").absolute()
-    base, number = path, 2
-    while not config.run_dir and path.exists():
-        path, number = base.with_name(f"{base.name}-{number}"), number + 1
+    path = base = Path(config.run_dir or f"{config.runs_dir}/{config.name}-{stamp}").absolute()
+    for number in itertools.count(2):
+        if config.run_dir or (not make and not path.exists()):
+            break
+        try:
+            path.mkdir(parents=True)
+            break
+        except FileExistsError:
+            path = base.with_name(f"{base.name}-{number}")
+        except OSError as error:
+            raise ConfigError(
+                f"runs_dir={config.runs_dir}: {error.strerror or error}; choose a folder that can be written"
+            ) from None
     return str(path)
+
+
+@contextmanager
+def submission(config: Config, run_dir: str) -> Iterator[None]:
+    """One submission at a time into a run folder, and none that its checkpoints would refuse.
+
+    Raises:
+        ConfigError: another one is going on, or the config cannot go on from the folder's checkpoints.
+    """
+    check_resume(config, Path(run_dir))
+    try:
+        Path(run_dir).mkdir(parents=True, exist_ok=True)
+        lock = open(Path(run_dir) / ".submit", "w")  # noqa: SIM115 (closed below)
+    except OSError as error:
+        raise ConfigError(f"run_dir={run_dir}: {error.strerror or error}; choose a folder that can be written") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(f"run_dir={run_dir}: another submission into it is going on; use another folder") from None
+        yield
 
 
 def resolved(config: Config, run_dir: str) -> str:

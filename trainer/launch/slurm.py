@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trainer.config import Config
 from trainer.errors import ConfigError, ExitCode
-from trainer.launch.run import KIT, Command, Plan, Run, Status, resolved, write_plan
+from trainer.launch.run import KIT, Command, Plan, Run, Status, new_run_dir, resolved, submission, write_plan
 
 TEMPLATE = "job.sbatch"
 _GONE = "Invalid job id"  # squeue's word for a job that the controller has forgotten
@@ -35,7 +35,7 @@ def render(config: Config, run_dir: str) -> Plan:
     return plan(config, run_dir)
 
 
-def submit(config: Config, run_dir: str) -> Run:
+def submit(config: Config) -> Run:
     """Send the job.
 
     Raises:
@@ -43,14 +43,16 @@ def submit(config: Config, run_dir: str) -> Run:
     """
     if shutil.which("sbatch") is None:
         raise ConfigError("backend=slurm: no sbatch on PATH; submit from a login host of the cluster, or set backend=local")
-    _refuse_if_in_use(run_dir)
-    made = plan(config, run_dir)
-    run = write_plan(made)
-    (command,) = made.commands
-    done = subprocess.run(command.argv, env={**_clean(), **command.environ}, capture_output=True, text=True)
-    if done.returncode:
-        raise ConfigError(f"sbatch: {' '.join(done.stderr.split()) or 'failed without a word'}; correct the setting it names")
-    run.keep(made, {"job_id": done.stdout.strip().split(";")[0], "user": getpass.getuser()})
+    run_dir = new_run_dir(config, make=True)
+    with submission(config, run_dir):
+        _refuse_if_in_use(run_dir)
+        made = plan(config, run_dir)
+        run = write_plan(made)
+        (command,) = made.commands
+        done = subprocess.run(command.argv, env={**_clean(), **command.environ}, capture_output=True, text=True)
+        if done.returncode:
+            raise ConfigError(f"sbatch: {' '.join(done.stderr.split()) or 'failed without a word'}; correct the setting it names")
+        run.keep(made, {"job_id": done.stdout.strip().split(";")[0], "user": getpass.getuser()})
     return run
 
 
@@ -114,7 +116,7 @@ def _escaped(path: str) -> str:
 def _ended(run: Run, job: str) -> Status:
     """A job that left the queue, by the nodes' own verdict."""
     ends = [event for event in run.events() if event["event"] == "node_end" and event["time"] >= run.job["submitted"]]
-    last = [event for event in ends if event["attempt"] == ends[-1]["attempt"]]
+    last = [event for event in ends if event["attempt"] == ends[-1]["attempt"]]  # empty if there are none
     faults = [event["fault"] for event in last if event["fault"]]
     codes = {event["exit_code"] for event in last}
     if faults:
@@ -123,7 +125,7 @@ def _ended(run: Run, job: str) -> Status:
         return Status("done", f"job {job} ended well")
     if ExitCode.STOPPED in codes:
         return Status("stopped", f"job {job} stopped on request and saved; go on with: trainer submit {run.folder}/config.yaml")
-    return Status("lost", f"job {job} left the queue without a word of its nodes; see {run.folder}/logs/slurm-{job}.log")
+    return Status("lost", f"job {job} left the queue without a word of its nodes; last line: {run.last_word()}")
 
 
 def _refuse_if_in_use(run_dir: str) -> None:

@@ -6,18 +6,19 @@ import importlib
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer import targets
 from trainer.config import TRAIN, Config
-from trainer.errors import ERROR_FILE, Fault, FaultError, KitError
-from trainer.node import ranks, rendezvous
+from trainer.errors import ERROR_FILE, ExitCode, Fault, FaultError, KitError
+from trainer.node import ranks, rendezvous, signals
 from trainer.node.guard import Guard
 from trainer.node.identity import Identity, identify
 from trainer.node.logs import RunFolder, say
 from trainer.process import usable_cores
-from trainer.settings import dump_config, load_config
+from trainer.settings import check_resume, dump_config, load_config
 
 if TYPE_CHECKING:
     from trainer.node.watch import Watch
@@ -51,6 +52,17 @@ class _Node:
     def run(self) -> int:
         node = self.node
         self.guard = Guard()  # first: before any thread exists
+        if node.node_rank > 0:
+            return self._run()
+        try:
+            with self.folder.held(node.host):
+                return self._run()
+        except BlockingIOError as error:
+            cause = f"the run folder {self.folder.folder} is in use by {error}"
+            raise node.fault("G7", cause, "wait for its end, cancel it, or use another run_dir") from None
+
+    def _run(self) -> int:
+        node = self.node
         listener = rendezvous.listen(node) if node.node_rank == 0 else None
         if listener:
             node = self.node = _with_port(node, listener.getsockname()[1])
@@ -59,14 +71,18 @@ class _Node:
         # Loaded here and not at the top: it brings torch, and the threads of its libraries are counted from the environment.
         rollcall = importlib.import_module("trainer.node.rollcall")
         watch = importlib.import_module("trainer.node.watch")
-        signals = watch.Signals()
+        waker = signals.Signals()
         deadline = time.monotonic() + self.config.watch.join_seconds
         if listener:
             rollcall.serve(listener, self.guard.forget)
             self._keep_config()
-        rendezvous.reach(node, deadline)
-        roll = rollcall.join(node, rollcall.connect(node), self.folder.attempts(), deadline, say)
-        watcher = watch.Watch(roll, self.guard, signals, self.config.watch.stop_seconds, _on_terminal(node))
+        try:
+            rendezvous.reach(node, deadline, waker.pause)
+            roll = rollcall.join(node, rollcall.connect(node), self.folder.attempts(), deadline, say, waker.pause)
+        except signals.StopRequest as stop:
+            say(f"[{node.host}] {stop}: stopped before the ranks were started")
+            return ExitCode.STOPPED
+        watcher = watch.Watch(roll, self.guard, waker, self.config.watch.stop_seconds, _on_terminal(node))
         return self._train(watcher)
 
     def _prepare_environment(self) -> None:
@@ -79,6 +95,7 @@ class _Node:
         sys.path.insert(0, os.getcwd())  # targets of the user's own
 
     def _keep_config(self) -> None:
+        check_resume(self.config, self.folder.folder)
         text = dump_config(self.config)
         self.folder.folder.mkdir(parents=True, exist_ok=True)
         if not self.config_file.exists() or self.config_file.read_text(encoding="utf-8") != text:
@@ -102,9 +119,8 @@ class _Node:
         finally:
             watch.kill()
         self.folder.event("node_end", **facts, exit_code=int(code), fault=fault.line() if fault else None)
-        (self.folder.folder / "exit_code").write_text(
-            f"{int(code)}\n"
-        )  # for a batch script, which sees only what srun makes of it
+        with suppress(OSError):  # for a batch script, which sees only what srun makes of it
+            (self.folder.folder / "exit_code").write_text(f"{int(code)}\n")
         self._leave(watch, fault)
         if fault:
             say(fault.line())
@@ -116,7 +132,7 @@ class _Node:
         roll = watch.roll
         try:
             if self.node.node_rank > 0 or fault:
-                roll.say_goodbye()
+                roll.say_goodbye(self.node.node_rank * self.node.nproc_per_node)
             until = time.monotonic() + 5
             while fault and self.node.node_rank == 0 and not roll.all_said_goodbye() and time.monotonic() < until:
                 time.sleep(0.1)

@@ -24,11 +24,15 @@ class Guard:
 
     def add(self, group: int) -> None:
         """Take a process group in."""
-        os.write(self._writer, f"+{group}\n".encode())
+        self._tell(f"+{group}")
 
     def remove(self, group: int) -> None:
         """Let a process group go: it has ended and its number may be given to others."""
-        os.write(self._writer, f"-{group}\n".encode())
+        self._tell(f"-{group}")
+
+    def _tell(self, line: str) -> None:
+        with suppress(BrokenPipeError):  # somebody killed the guard; the run goes on without it
+            os.write(self._writer, f"{line}\n".encode())
 
     def forget(self) -> None:
         """In a forked child: drop the line by which the guard sees that the node process lives."""

@@ -155,13 +155,11 @@ def _check(found: Identity, nodes: int, ranks_per_node: int, one_machine: bool) 
         raise found.fault("A13", cause, "make the two agree")
     if found.node_rank >= found.nnodes:
         raise found.fault("A14", f"node rank {found.node_rank} of {found.nnodes} nodes", "node ranks count from 0 to nodes - 1")
-    if found.nnodes == 1:
-        return
-    if not 0 < found.master_port < 65536:
+    if not (0 if found.nnodes == 1 else 1) <= found.master_port < 65536:
         raise found.fault(
             "A19", f"master port {found.master_port}", "set PET_MASTER_PORT to a port from 1 to 65535, equal on all nodes"
         )
-    if not one_machine and _is_loopback(found.master_addr):
+    if found.nnodes > 1 and not one_machine and _is_loopback(found.master_addr):
         cause = f"{found.nnodes} nodes but the master address {found.master_addr} is loopback: each node would talk to itself"
         raise found.fault("A16", cause, "set PET_MASTER_ADDR to an address of node 0 that the others reach")
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import select
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
+
+_BLOCK = select.PIPE_BUF
+_PATIENCE_SECONDS = 2.0
 
 
 class RunFolder:
@@ -20,8 +28,9 @@ class RunFolder:
         self.folder = folder
 
     def attempts(self) -> int:
-        """Attempts so far."""
-        return len(list((self.folder / "logs").glob("attempt-*")))
+        """The number of the next attempt."""
+        numbers = [int(path.name.rpartition("-")[2]) for path in (self.folder / "logs").glob("attempt-*[0-9]")]
+        return max(numbers, default=-1) + 1
 
     def logs(self, attempt: int) -> Path:
         """The folder of an attempt's logs; made if missing."""
@@ -32,32 +41,65 @@ class RunFolder:
     def event(self, kind: str, **values: Any) -> None:
         """Append one event. Short lines in append mode do not mix, whichever node writes."""
         record = {"time": round(time.time(), 3), "event": kind, **values}
-        with open(self.folder / "events.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        try:
+            with open(self.folder / "events.jsonl", "a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:  # a full disk or a folder that is gone must not hide what happened
+            say(f"{self.folder}/events.jsonl: {error.strerror or error}; not written: {kind}")
+
+    @contextmanager
+    def held(self, host: str) -> Iterator[None]:
+        """Hold the folder for this node process and all that it forks.
+
+        Raises:
+            BlockingIOError: another process holds it; the text names it.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self.folder / ".lock", "a+", encoding="utf-8") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                lock.seek(0)
+                raise BlockingIOError(lock.read().strip() or "another process") from None
+            lock.truncate(0)
+            lock.write(f"pid {os.getpid()} on {host}\n")
+            lock.flush()
+            yield
 
 
 class Tail:
     """Copies what a growing file gets to a stream, as it comes."""
 
-    def __init__(self, path: Path, stream: BinaryIO, clear_line: bool) -> None:
+    def __init__(self, path: Path, stream: int | None, clear_line: bool) -> None:
         """
         Args:
+            stream: a file descriptor.
             clear_line: the stream is a terminal with a progress bar in its last line; wipe that before writing.
         """
         self._file, self._stream, self._prefix = open(path, "rb"), stream, b"\r\x1b[K" if clear_line else b""  # noqa: SIM115
+        self._waiting = b""
 
-    def copy(self) -> None:
-        """Copy what has come since the last call."""
-        while block := self._file.read(1 << 16):
+    def copy(self, patience_seconds: float = 0) -> None:
+        """Copy what has come since the last call, but never wait for a console that is paused longer than it is patient."""
+        until = time.monotonic() + patience_seconds
+        while self._stream is not None:
+            if not self._waiting:
+                block = self._file.read(_BLOCK)
+                if not block:
+                    return
+                self._waiting = self._prefix + block
             try:
-                self._stream.write(self._prefix + block)
-                self._stream.flush()
-            except (BrokenPipeError, ValueError):  # nobody watches any more; the log file has it all
+                if not select.select([], [self._stream], [], max(0.0, until - time.monotonic()))[1]:
+                    return
+                written = os.write(self._stream, self._waiting[:_BLOCK])  # a pipe that is ready takes so much at once
+            except OSError:  # nobody watches any more; the log file has it all
+                self._stream = None
                 return
+            self._waiting = self._waiting[written:]
 
     def close(self) -> None:
         """Copy the rest and close."""
-        self.copy()
+        self.copy(_PATIENCE_SECONDS)
         self._file.close()
 
 
@@ -75,4 +117,5 @@ def last_lines(path: Path, count: int = 20) -> str:
 
 def say(text: str) -> None:
     """A line for the console of this node, now."""
-    print(text, file=sys.stderr, flush=True)
+    with suppress(OSError, ValueError):  # the console may be gone
+        print(text, file=sys.stderr, flush=True)

@@ -85,10 +85,12 @@ def _run(rank: Rank, parent: int) -> None:
     die_with_parent(parent)
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     os.environ.update(rank.environ)
     _redirect(rank.log)
+    Path(rank.error_file).unlink(missing_ok=True)
     code = _call(rank)
     try:
         threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's own threads, as the interpreter does
@@ -127,14 +129,16 @@ def _call(rank: Rank) -> int:
         if error.code and not isinstance(error.code, int):
             print(error.code, file=sys.stderr)
         if code & 0xFF not in (ExitCode.DONE, ExitCode.STOPPED):
-            write_error_file(rank.error_file, error)
+            with suppress(OSError):
+                write_error_file(rank.error_file, error)
         return code & 0xFF
     except KeyboardInterrupt:
         traceback.print_exc()
         return -signal.SIGINT  # the interpreter, too, dies of the signal then
     except BaseException as error:
-        write_error_file(rank.error_file, error)
-        traceback.print_exc()
+        with suppress(OSError):  # the disk may be what is full
+            write_error_file(rank.error_file, error)
+            traceback.print_exc()
         return 1
     return 0
 

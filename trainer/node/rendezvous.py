@@ -6,6 +6,7 @@ import errno
 import os
 import socket
 import time
+from collections.abc import Callable
 
 from trainer.errors import ExitCode, FaultError
 from trainer.node.identity import Identity
@@ -31,7 +32,8 @@ def listen(node: Identity) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno != errno.EADDRINUSE:
-            raise
+            cause = f"cannot listen on {host}:{node.master_port}: {error.strerror or error}"
+            raise node.fault("A1", cause, "PET_MASTER_ADDR must be an address of node 0 itself") from None
         cause = f"port {node.master_port} is already in use on {node.host}"
         fix = f"find its holder with: ss -ltnp sport = :{node.master_port}; stop it or choose another port"
         raise node.fault("A3", cause, fix) from None
@@ -39,11 +41,12 @@ def listen(node: Identity) -> socket.socket:
     return listener
 
 
-def reach(node: Identity, deadline: float) -> None:
+def reach(node: Identity, deadline: float, pause: Callable[[float], None] = time.sleep) -> None:
     """Wait until node 0's port accepts a connection.
 
     Args:
         deadline: time.monotonic() at which to give up.
+        pause: sleeps between tries; what it raises ends the wait.
 
     Raises:
         FaultError: it does not; the reason says what the last try met.
@@ -54,7 +57,7 @@ def reach(node: Identity, deadline: float) -> None:
             return
         if time.monotonic() + _RETRY_SECONDS > deadline:
             raise trouble
-        time.sleep(_RETRY_SECONDS)
+        pause(_RETRY_SECONDS)
 
 
 def _try(node: Identity) -> FaultError | None:

@@ -44,9 +44,19 @@ class Roll:
             return None
         return self._fault(self._ask(lambda: self.store.get("fault")))
 
-    def say_goodbye(self) -> None:
-        """This node has no more to do with the others."""
+    def say_goodbye(self, first_rank: int) -> None:
+        """This node has no more to do with the others: all its ranks have ended."""
+        self._ask(lambda: self.store.set(f"left/{self.node.node_rank}", json.dumps([self.node.host, first_rank])))
         self._ask(lambda: self.store.add("goodbye", 1))
+
+    def left_early(self) -> tuple[int, str, int] | None:
+        """Node rank, host and first rank of a node that has left, if any has."""
+        others = [rank for rank in range(self.node.nnodes) if rank != self.node.node_rank]
+        left = self._ask(lambda: [rank for rank in others if self.store.check([f"left/{rank}"])])
+        if not left:
+            return None
+        host, first_rank = json.loads(self._ask(lambda: self.store.get(f"left/{left[0]}")))
+        return left[0], host, first_rank
 
     def all_said_goodbye(self) -> bool:
         """Whether node 0 may take the store away."""
@@ -91,13 +101,21 @@ def connect(node: Identity) -> Store:
     return PrefixStore("nodes", store)
 
 
-def join(node: Identity, store: Store, attempt: int, deadline: float, say: Callable[[str], None]) -> Roll:
+def join(
+    node: Identity,
+    store: Store,
+    attempt: int,
+    deadline: float,
+    say: Callable[[str], None],
+    pause: Callable[[float], None] = time.sleep,
+) -> Roll:
     """Report in and wait for node 0's verdict.
 
     Args:
         attempt: number of this attempt; node 0's word counts.
         deadline: time.monotonic() at which node 0 stops waiting.
         say: told every 15 s who is missing.
+        pause: sleeps between looks; what it raises ends the wait.
 
     Raises:
         FaultError: somebody is missing, or two nodes claim one rank; the same on every node that came.
@@ -113,12 +131,12 @@ def join(node: Identity, store: Store, attempt: int, deadline: float, say: Calla
         fault = node.fault("A11", cause, "give each node a PET_NODE_RANK of its own").fault
         store.compare_set("verdict", "", roll.report(fault).to_json())
     if node.node_rank == 0:
-        _decide(roll, deadline, say)
+        _decide(roll, deadline, say, pause)
     # Node 0 decides by its own clock; the others give it some seconds more before they call it lost.
     while not roll._ask(lambda: store.check(["verdict"])):
         if time.monotonic() > deadline + _STORE_SECONDS:
             raise node.fault("A12", "node 0 gave no verdict in time", "look at node 0's log", ExitCode.JOIN)
-        time.sleep(_POLL_SECONDS)
+        pause(_POLL_SECONDS)
     verdict = store.get("verdict").decode()
     if not verdict.startswith(_GO):
         from_node_0 = Fault.from_json(verdict)
@@ -129,7 +147,7 @@ def join(node: Identity, store: Store, attempt: int, deadline: float, say: Calla
     return roll
 
 
-def _decide(roll: Roll, deadline: float, say: Callable[[str], None]) -> None:
+def _decide(roll: Roll, deadline: float, say: Callable[[str], None], pause: Callable[[float], None]) -> None:
     """Node 0: wait for all, then give the verdict."""
     node, store = roll.node, roll.store
     missing = list(range(1, node.nnodes))
@@ -142,7 +160,7 @@ def _decide(roll: Roll, deadline: float, say: Callable[[str], None]) -> None:
             said = time.monotonic()
             say(f"{node.nnodes - len(missing)} of {node.nnodes} nodes are here; waiting for node rank {_list(missing)}")
         if missing:
-            time.sleep(_POLL_SECONDS)
+            pause(_POLL_SECONDS)
     if not missing:
         store.compare_set("verdict", "", f"{_GO}{roll.attempt}")
         return

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
-import selectors
 import signal
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainer.errors import ExitCode, Fault
@@ -17,60 +13,14 @@ from trainer.node.guard import Guard
 from trainer.node.logs import Tail, last_lines, say
 from trainer.node.ranks import Rank
 from trainer.node.rollcall import Roll
+from trainer.node.signals import Signals
+from trainer.node.verdict import Running, describe, left_early, read_reason
+from trainer.process import process_state
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _TICK_SECONDS = 0.2
 _SETTLE_SECONDS = 1.0  # after a first failure: ranks of this node may be failing too, and the one at fault may write last
+_STOPPED_SECONDS = 10.0  # a rank in state T for so long is a fault; a debugger may stop it for a moment
 _PEER_SECONDS = 5.0  # a rank that lost its peer waits so long for the peer's own fault
-# What a survivor says of a peer that is gone: never a root cause.
-_PEER_LOSS = re.compile(
-    r"Connection (closed|reset) by|Broken pipe|Socket (closed|Timeout)|Connection refused|remote process exited|Timed out waiting"
-    r"|ncclRemoteError|ncclSystemError|failed to connect|Failed to recv|recvValue failed|sendBytes failed|Connect timeout",
-    re.IGNORECASE,
-)
-
-
-@dataclass
-class Running:
-    """One rank of this node."""
-
-    rank: Rank
-    pid: int
-    status: int | None = None  # exit code, or minus the signal that killed it
-    ended: float = 0.0
-    reason: dict[str, object] = field(default_factory=dict)  # what it left in its error file
-
-    @property
-    def failed(self) -> bool:
-        """It ended, and neither well nor on request."""
-        return self.status not in (None, ExitCode.DONE, ExitCode.STOPPED)
-
-    @property
-    def lost_a_peer(self) -> bool:
-        """It failed, but only because another rank was gone."""
-        return bool(_PEER_LOSS.search(str(self.reason.get("message", ""))))
-
-
-class Signals:
-    """Catches the stop signals and the ends of children; wakes the watch at once."""
-
-    def __init__(self) -> None:
-        self.waiting: list[signal.Signals] = []
-        self.reader, writer = os.pipe()
-        for end in (self.reader, writer):
-            os.set_blocking(end, False)
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        for number in STOP_SIGNALS:
-            signal.signal(number, lambda caught, frame: self.waiting.append(signal.Signals(caught)))
-        signal.signal(signal.SIGCHLD, lambda caught, frame: None)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self.reader, selectors.EVENT_READ)
-
-    def wait(self, seconds: float) -> None:
-        """Sleep, but no longer than to the next signal."""
-        if self._selector.select(seconds):
-            with suppress(BlockingIOError):
-                os.read(self.reader, 4096)
 
 
 class Watch:
@@ -90,7 +40,7 @@ class Watch:
         self.ranks.append(Running(rank, pid))
         if rank.rank == 0:
             Path(rank.log).touch()
-            self._tail = Tail(Path(rank.log), open(os.dup(1), "wb"), self.clear_line)  # noqa: SIM115
+            self._tail = Tail(Path(rank.log), 1, self.clear_line)
 
     def run(self) -> tuple[ExitCode, Fault | None]:
         """Wait for the end; returns this node's exit code and the job's fault. All ranks are gone then."""
@@ -100,7 +50,7 @@ class Watch:
             self.kill()
             if self._tail:
                 self._tail.close()
-        if fault is None and self.node.node_rank == 0:
+        if fault is None and self.node.node_rank == 0 and self.node.nnodes > 1:
             fault = self._wait_for_the_others()
         if fault is not None:
             return fault.exit_code, fault
@@ -131,6 +81,8 @@ class Watch:
                 return self._judge()
             if all(running.status is not None for running in self.ranks):
                 return None
+            if fault := self._stopped_process():
+                return fault
             if fault := self._fault_elsewhere():
                 return fault
 
@@ -166,7 +118,7 @@ class Watch:
             pid, status = os.waitpid(running.pid, os.WNOHANG)
             if pid:
                 running.status, running.ended = os.waitstatus_to_exitcode(status), time.time()
-                running.reason = _read_reason(Path(running.rank.error_file))
+                running.reason = read_reason(Path(running.rank.error_file))
 
     def _ended_by_stop(self, failed: list[Running]) -> bool:
         """A script of the user's that does not handle the signal we passed on dies of it: that is a stop, not a fault."""
@@ -181,41 +133,40 @@ class Watch:
         failed = [running for running in self.ranks if running.failed]
         failed.sort(key=lambda running: (running.lost_a_peer, running.reason.get("time", running.ended)))
         culprit = failed[0]
+        if culprit.lost_a_peer and (fault := self._missing_peer()):
+            return self._report(fault)
         if culprit.lost_a_peer and self.node.nnodes > 1:
             until = time.monotonic() + _PEER_SECONDS
             while time.monotonic() < until:
                 if fault := self._fault_elsewhere(now=True):
                     return fault
                 self.signals.wait(0.1)
+            with suppress(ConnectionError):
+                if left := self.roll.left_early():
+                    return self._report(left_early(left[1], left[2], left[0]))
         if culprit.rank.rank != 0:
             say(f"[{self.node.host}] end of {culprit.rank.log}:\n{last_lines(Path(culprit.rank.log))}")
-        return self._report(self._describe(culprit))
+        return self._report(describe(culprit, self.node.host, self.node.node_rank))
 
-    def _describe(self, culprit: Running) -> Fault:
-        rank, status, reason = culprit.rank.rank, culprit.status or 0, culprit.reason
-        if status < 0:
-            number = signal.Signals(-status)
-            cause = f"killed by signal {-status} ({number.name})"
-            fix = "find who sent it (the kernel's memory killer, the scheduler, a person), then start again"
-            if number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL):
-                fix = f"see the end of {culprit.rank.log}"
-            return Fault("C1", self.node.host, cause, fix, ExitCode.RANK_KILLED, rank, self.node.node_rank)
-        message, where = str(reason.get("message", "")), str(reason.get("where", ""))
-        if "exit_code" in reason:
-            problem, _, remedy = message.rpartition("; ")
-            code = ExitCode(int(str(reason["exit_code"])))
-            return Fault("CONFIG", self.node.host, problem or message, remedy, code, rank, self.node.node_rank)
-        cause = f"vanished with exit code {status}, no message" if not reason else f"exited with {status}"
-        if message and reason.get("type") != "SystemExit":
-            kind = f"{reason['type']}: " if reason.get("type") and not message.startswith(str(reason["type"])) else ""
-            cause = f"{kind}{message}"
-        cause += f" ({where})" if where else ""
-        fix = f"see the traceback in {culprit.rank.log}"
-        if culprit.lost_a_peer:
-            cause = f"lost another rank, which told nobody why ({message})"
-            fix = "look at the other nodes' logs"
-            return Fault("C1", self.node.host, cause, fix, ExitCode.NODE_LOST, rank, self.node.node_rank)
-        return Fault("C1", self.node.host, cause, fix, ExitCode.RANK_FAILED, rank, self.node.node_rank)
+    def _missing_peer(self) -> Fault | None:
+        """A rank of this node that the failed ones may be missing: stopped by a signal, or gone before its time with code 0."""
+        if fault := self._stopped_process(seconds=0):
+            return fault
+        gone = [running for running in self.ranks if running.status == ExitCode.DONE]
+        return left_early(self.node.host, gone[0].rank.rank, self.node.node_rank) if gone else None
+
+    def _stopped_process(self, seconds: float = _STOPPED_SECONDS) -> Fault | None:
+        """A rank that somebody stopped (SIGSTOP): it lives, answers nobody, and all others wait for it."""
+        for running in self.ranks:
+            if running.status is None and process_state(running.pid) == "T":
+                running.stopped_since = running.stopped_since or time.monotonic()
+                if time.monotonic() - running.stopped_since >= seconds:
+                    cause = f"stopped by a signal (pid {running.pid} is in state T) while the others waited for it"
+                    fix = "do not stop single ranks; start again to go on from the last checkpoint"
+                    return self._own_fault("C2", running.rank.rank, cause, fix, ExitCode.STALLED)
+            else:
+                running.stopped_since = None
+        return None
 
     def _fault_elsewhere(self, now: bool = False) -> Fault | None:
         """What another node reported, or that node 0 is gone. Asks about twice a second."""
@@ -238,7 +189,7 @@ class Watch:
 
     def _wait_for_the_others(self) -> Fault | None:
         """Node 0 holds the store, so it leaves last: it says goodbye and counts."""
-        self.roll.say_goodbye()
+        self.roll.say_goodbye(0)
         until = time.monotonic() + self.stop_seconds
         while not self.roll.all_said_goodbye():
             if fault := self.roll.fault():
@@ -248,16 +199,3 @@ class Watch:
                 return self._own_fault("C13", None, cause, "look at the other nodes' logs", ExitCode.NODE_LOST)
             self.signals.wait(0.1)
         return None
-
-
-def _read_reason(path: Path) -> dict[str, object]:
-    """A rank's error file: this kit's, or what torch's `@record` wrote."""
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    inner = record.get("message")
-    if isinstance(inner, dict):  # torch: {"message": {"message": "ValueError: bad", "extraInfo": {"timestamp": "1700000000"}}}
-        extra = inner.get("extraInfo", {})
-        return {"message": str(inner.get("message", "")), "time": float(extra.get("timestamp", time.time()))}
-    return dict(record)

@@ -60,11 +60,12 @@ def train(config: Config, world: World) -> int:
         _keep_config(config, folder)
     with StopSignal(world) as stop:
         training, evaluation = _data(config)
-        order = _order(config, world, len(training))  # type: ignore[arg-type]
+        samples = len(training)  # type: ignore[arg-type]
+        order = _order(config, world, _same_on_all_ranks(config, world, samples))
         total = _total_steps(config, order)
         loop = _loop(config, world, order, total)
         saver = Checkpointer(folder / "checkpoints", world, config.checkpoint.keep_last)
-        _resume(config, loop, saver)
+        _resume(config, loop, saver, order.samples)
         _tell(config, world, order, loop, total)
         run = Run(world, order, total, loop, saver, training, evaluation, _cadence(config), _loading(config, world))
         return ExitCode.STOPPED if run.go(stop, folder, config.training.tensorboard) else ExitCode.DONE
@@ -73,6 +74,18 @@ def train(config: Config, world: World) -> int:
 def _data(config: Config) -> tuple[Dataset[Any], Dataset[Any] | None]:
     assert config.data is not None
     return split(config.data.target, targets.call("data", config.data.target, config.data.args))
+
+
+def _same_on_all_ranks(config: Config, world: World, samples: int) -> int:
+    """Ranks with data of different lengths would take different numbers of steps, and hang."""
+    largest, smallest = world.largest_numbers(samples, -samples)
+    if largest != -smallest:
+        target = config.data.target if config.data else ""
+        raise ConfigError(
+            f"data.target={target}: {samples} samples on rank {world.rank} ({world.host}), {-smallest:.0f} to {largest:.0f} on "
+            "others; give all ranks the same data, the kit shares it out"
+        )
+    return samples
 
 
 def _order(config: Config, world: World, samples: int) -> GlobalOrder:
@@ -139,15 +152,16 @@ def _loading(config: Config, world: World) -> Loading:
     return Loading(data.num_workers, data.prefetch_factor, pin, config.watch.stall_seconds)
 
 
-def _resume(config: Config, loop: Loop, saver: Checkpointer) -> None:
+def _resume(config: Config, loop: Loop, saver: Checkpointer, samples: int) -> None:
     state = saver.load(required=config.checkpoint.resume == "required")
     if state is None:
         return
-    for name in ("batch_size", "seed"):
-        now = getattr(config.training, name)
-        if state[name] != now:
+    now = {"training.batch_size": config.training.batch_size, "training.seed": config.training.seed, "data: samples": samples}
+    for name, value in now.items():
+        before = state[re.split(r"[.: ]+", name)[-1]]
+        if before != value:
             raise ConfigError(
-                f"training.{name}={now}: the checkpoint of step {state['step']} has {state[name]} ({saver.folder}), "
+                f"{name}={value}: the checkpoint of step {state['step']} has {before} ({saver.folder}), "
                 "and the order of the samples hangs on it; set it back or start a new run"
             )
     loop.load_state(state)

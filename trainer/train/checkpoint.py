@@ -45,7 +45,7 @@ class Checkpointer:
             logger.info("checkpoint of step %d is there already", step)
         elif self.world.rank == 0:
             self._write(target, {"step": step, **state, "ranks": ranks})
-            self._prune()
+            self._prune(step)
         return target
 
     def load(self, required: bool = False) -> dict[str, Any] | None:
@@ -83,6 +83,7 @@ class Checkpointer:
                     logger.warning("using the checkpoint of step %d; %d steps are lost", step, steps[-1] - step)
                 return name
             logger.warning("checkpoint of step %d is damaged: %s", step, problem)
+            _set_aside(self.folder / name)
         return None
 
     def _write(self, target: Path, state: dict[str, Any]) -> None:
@@ -114,8 +115,10 @@ class Checkpointer:
         link.symlink_to(name)
         link.replace(self.folder / LATEST)
 
-    def _prune(self) -> None:
-        for step in self.steps()[: -self.keep_last]:
+    def _prune(self, newest: int) -> None:
+        """Drop the oldest, and what a run that went on from an older one has made obsolete. The one just written stays."""
+        steps = [step for step in self.steps() if step <= newest]
+        for step in set(self.steps()) - set(steps[-self.keep_last :]):
             _remove(self.folder / f"step-{step:08d}")
 
 
@@ -134,9 +137,16 @@ def _problem(folder: Path) -> str | None:
                 return f"{path} has {file_size(path)} bytes instead of {entry['bytes']}"
             if _sha256(path) != entry["sha256"]:
                 return f"{path} has another sha256 than when it was written"
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         return f"{folder}: {type(error).__name__}: {error}"
     return None
+
+
+def _set_aside(folder: Path) -> None:
+    """Keep a damaged checkpoint for whoever wants to look, out of the way of those that count."""
+    aside = folder.with_suffix(".damaged")
+    _remove(aside)
+    folder.rename(aside)
 
 
 def _sha256(path: Path) -> str:

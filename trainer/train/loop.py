@@ -175,6 +175,18 @@ class Loop:
         """What differs between ranks, besides random state: the open metrics window."""
         return {"window": self._window.state()}
 
+    def _load_optimizer(self, state: dict[str, Any]) -> None:
+        """Load moments and the like, but keep the settings of the config: a state brings those of its own run along."""
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        for group, mine in zip(state["param_groups"], settings, strict=False):
+            if group.keys() - {"params"} != mine.keys():
+                raise ValueError(
+                    f"it has the settings {', '.join(sorted(group.keys() - {'params'}))}, not {', '.join(sorted(mine))}"
+                )
+        self.optimizer.load_state_dict(state)
+        for group, mine in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(mine)
+
     def load_state(self, state: dict[str, Any]) -> None:
         """Put back what `state` and `own_state` returned, at this or another world size.
 
@@ -183,7 +195,7 @@ class Loop:
         """
         try:
             self.bare.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
+            self._load_optimizer(state["optimizer"])
         except (RuntimeError, ValueError, KeyError) as error:
             text = f"model: the checkpoint is of another model or optimizer ({' '.join(str(error).split())})"
             raise ConfigError(f"{text}; use the config it was made with, or a new run") from None
@@ -216,7 +228,7 @@ class Window:
 
     def add(self, loss: torch.Tensor, outputs: torch.Tensor, targets: torch.Tensor) -> None:
         """Take in one batch: its mean loss, and its hits where outputs (N, C) and targets (N,) are a classification."""
-        if outputs.ndim != 2 or targets.ndim != 1:
+        if outputs.ndim != 2 or outputs.shape[1] < 2 or targets.ndim != 1 or targets.is_floating_point():
             self.classified = False
         self._held.append((loss.detach(), outputs.detach() if self.classified else loss, targets))
         self.samples += len(targets)

@@ -52,10 +52,11 @@ def _keep_until(path: Path, step: int) -> None:
         return
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if not line.endswith("\n"):  # cut off by a kill
-            break
-        if json.loads(line)["step"] <= step:
-            kept.append(line)
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except (ValueError, TypeError, KeyError):  # cut off by a kill, or damaged
+            logger.warning("%s: dropped a line that is no record: %.80s", path, line.strip())
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(kept), encoding="utf-8")
     temporary.replace(path)

@@ -104,7 +104,12 @@ class Run:
 
     def _save(self) -> None:
         step, order = self.loop.step, self.order
-        position = {"samples": step * order.batch_size, "batch_size": order.batch_size, "seed": order.seed}
+        position = {
+            "position": step * order.batch_size,
+            "samples": order.samples,
+            "batch_size": order.batch_size,
+            "seed": order.seed,
+        }
         self.saver.save(step, {**position, **self.loop.state()}, {**self.loop.own_state(), "random": random_state()})
 
 

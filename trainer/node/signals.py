@@ -1,0 +1,50 @@
+"""The stop signals of a node process, and a sleep that they end at once."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+from contextlib import suppress
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class StopRequest(Exception):  # noqa: N818 (it is no error)
+    """A stop signal came before there was anything to save."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(number.name)
+
+
+class Signals:
+    """Catches the stop signals and the ends of children; wakes the watch at once."""
+
+    def __init__(self) -> None:
+        self.waiting: list[signal.Signals] = []
+        self.reader, writer = os.pipe()
+        for end in (self.reader, writer):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                signal.signal(number, lambda caught, frame: self.waiting.append(signal.Signals(caught)))
+        signal.signal(signal.SIGCHLD, lambda caught, frame: None)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self.reader, selectors.EVENT_READ)
+
+    def wait(self, seconds: float) -> None:
+        """Sleep, but no longer than to the next signal."""
+        if self._selector.select(seconds):
+            with suppress(BlockingIOError):
+                os.read(self.reader, 4096)
+
+    def pause(self, seconds: float) -> None:
+        """Sleep as part of a wait that a stop request ends.
+
+        Raises:
+            StopRequest: one came.
+        """
+        self.wait(seconds)
+        if self.waiting:
+            raise StopRequest(self.waiting[0])
