@@ -61,6 +61,7 @@ def damage_all(path: Path) -> None:
         ("state.pt", Path.unlink),
         ("manifest.json", damage_half),
         ("manifest.json", damage_all),
+        ("manifest.json", lambda path: path.write_text("null")),
         ("manifest.json", Path.unlink),
     ],
 )
@@ -72,6 +73,25 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(name: str, dam
     found = checkpoints.load()
     assert found is not None and found["step"] == 5
     assert "checkpoint of step 9 is damaged" in caplog.text and "4 steps are lost" in caplog.text
+
+
+def test_what_is_written_after_damaged_ones_stays(folder: Path) -> None:
+    checkpoints = saver(folder, keep_last=2)
+    for step in (40, 50):
+        checkpoints.save(step, state(step), {})
+        damage_half(folder / "checkpoints" / f"step-{step:08d}" / "state.pt")
+    assert checkpoints.load() is None
+    checkpoints.save(9, state(9), {})
+    assert checkpoints.steps() == [9] and checkpoints.load()["step"] == 9  # type: ignore[index]
+    assert len(list((folder / "checkpoints").glob("*.damaged"))) == 2
+
+
+def test_a_run_that_went_on_from_an_older_one_drops_what_came_after(folder: Path) -> None:
+    checkpoints = saver(folder)
+    for step in (5, 10, 15):
+        checkpoints.save(step, state(step), {})
+    checkpoints.save(7, state(7), {})
+    assert checkpoints.steps() == [5, 7]
 
 
 def test_nothing_to_load(folder: Path) -> None:

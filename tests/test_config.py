@@ -49,6 +49,12 @@ BAD = [
     ("resources.ranks_per_node=two", 'resources.ranks_per_node="two": must be a valid integer'),
     ("model.sync_batchnorm=true", "model.sync_batchnorm=true"),
     ("training.seed={a", "not valid YAML"),
+    ("training.epochs='!!int abc'", "training.epochs"),
+    ("model.args.x=!!binary aGk=", "not valid YAML"),
+    ("training.seed=5000000000", "training.seed=5000000000: must be less than 4294967296"),
+    ("watch.stall_seconds=1e30", "watch.stall_seconds"),
+    ("runs_dir=''", "runs_dir=: is no folder"),
+    ("container.env={A=B: x}", "container.env"),
     ("a..b=1", "an empty name between dots"),
 ]  # fmt: skip
 
@@ -117,7 +123,14 @@ def test_a_file_may_have_an_equals_sign_in_its_name(folder: Path) -> None:
 
 
 def test_the_resolved_config_reads_back_the_same(folder: Path) -> None:
-    config = load_config(DIGITS, "name=no", "container.env.X='1e-3'", f"run_dir='{str(folder).replace(chr(39), chr(39) * 2)}'")
+    config = load_config(
+        DIGITS,
+        "name=no",
+        "container.env.X='1e-3'",
+        "loss.args.weight=-.inf",
+        "data.args.x=" + "a" * 5000,
+        f"run_dir='{str(folder).replace(chr(39), chr(39) * 2)}'",
+    )
     path = folder / "config.yaml"
     path.write_text(dump_config(config))
     assert load_config(path) == config

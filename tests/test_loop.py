@@ -11,7 +11,7 @@ from tests.forked import on_ranks
 from trainer.errors import ConfigError
 from trainer.train.batches import GlobalOrder, Loading, TensorImages, batches
 from trainer.train.distributed import World
-from trainer.train.loop import Loop, StepOptions
+from trainer.train.loop import Loop, StepOptions, Window
 from trainer.train.models import lenet, split_lenet
 from trainer.train.optim import LearningRate, MovingAverage, Schedule
 
@@ -232,6 +232,34 @@ def test_a_checkpoint_of_another_model_is_refused() -> None:
     state = {**loop.state(), "step": 0, "ranks": [loop.own_state()]}
     with pytest.raises(ConfigError, match="the checkpoint is of another model"):
         make_loop(World(), model=nn.Sequential(nn.Flatten(), nn.Linear(64, 10))).load_state(state)
+
+
+def test_the_optimizers_settings_are_the_configs_not_the_checkpoints() -> None:
+    loop = make_loop(World())
+    run_steps(loop, 2)
+    state = copy.deepcopy({**loop.state(), "step": 2, "ranks": [loop.own_state()]})
+    other = make_loop(World())
+    other.optimizer.param_groups[0].update(weight_decay=0.7, momentum=0.3)
+    other.load_state(state)
+    group = other.optimizer.param_groups[0]
+    assert (group["weight_decay"], group["momentum"]) == (0.7, 0.3)
+    assert all("momentum_buffer" in entry for entry in other.optimizer.state.values()), "the moments are the checkpoint's"
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused() -> None:
+    loop = make_loop(World())
+    state = {**loop.state(), "step": 0, "ranks": [loop.own_state()]}
+    other = make_loop(World())
+    other.optimizer = torch.optim.Adam(other.bare.parameters())
+    with pytest.raises(ConfigError, match="the checkpoint is of another model or optimizer"):
+        other.load_state(state)
+
+
+@pytest.mark.parametrize("targets", [torch.rand(8, 1), torch.rand(8)])
+def test_a_regression_has_no_accuracy(targets: torch.Tensor) -> None:
+    window = Window(CPU)
+    window.add(torch.tensor(0.5), torch.rand(8, 1), targets)
+    assert "accuracy" not in window.close(World())
 
 
 def test_the_state_at_another_world_size_keeps_the_open_window() -> None:

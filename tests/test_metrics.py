@@ -32,6 +32,8 @@ def test_a_resume_drops_what_is_done_again_and_a_line_cut_by_a_kill(folder: Path
     metrics.close()
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"kind": "train", "st')
+    text = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(f"damaged\n[]\n{text}")
     metrics = Metrics(folder, from_step=10)
     metrics.write("train", 11, loss=2.0)
     metrics.close()

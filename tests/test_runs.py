@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -66,6 +67,7 @@ def test_the_run_folder_tells_the_whole_run(folder: Path) -> None:
         ".submit",
         "config.yaml",
         "events.jsonl",
+        "exit_code",
         "job.json",
         "logs",
         "logs/attempt-000",
@@ -155,7 +157,11 @@ def test_a_changed_batch_size_is_refused_at_a_resume(folder: Path) -> None:
     assert command(*TRAINER, "node", *slow(folder / "run", 0.0), "training.max_steps=2")[0] == 0
     code, output = command(*TRAINER, "node", *slow(folder / "run", 0.0), "training.batch_size=16")
     assert code == ExitCode.CONFIG
-    assert ": training.batch_size=16: the checkpoint of step 2 has 8" in fault_of(output)
+    assert (
+        output.splitlines()[-1].startswith("error: training.batch_size=16: the checkpoints in ") and "were made with 8" in output
+    )
+    code, output = command(*TRAINER, "node", str(folder / "run" / "config.yaml"))
+    assert code == 0 and "resuming at step 2" in output, "the refused change was not written into the run"
 
 
 def test_cancel_and_a_second_submit_of_the_same_run(folder: Path) -> None:
@@ -227,6 +233,9 @@ for step in range(400):
         ("raise ValueError('bad sample')", 1, ExitCode.RANK_FAILED, "ValueError: bad sample (train.py:6)"),
         ("sys.exit(7)", 0, ExitCode.RANK_FAILED, "exited with 7 (train.py:6)"),
         ("sys.exit('no data')", 1, ExitCode.RANK_FAILED, "exited with 1"),
+        ("raise ConnectionRefusedError(111, 'Connection refused')", 1, ExitCode.RANK_FAILED, "ConnectionRefusedError: "),
+        ("assert step < 3", 0, ExitCode.RANK_FAILED, "AssertionError (train.py:6)"),
+        ("os.kill(os.getpid(), 40)", 0, ExitCode.RANK_KILLED, "killed by signal 40"),
         ("os._exit(9)", 1, ExitCode.RANK_FAILED, "vanished with exit code 9, no message"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 1, ExitCode.RANK_KILLED, "killed by signal 9 (SIGKILL)"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", 0, ExitCode.RANK_KILLED, "killed by signal 11 (SIGSEGV)"),
@@ -243,6 +252,94 @@ def test_the_first_to_go_wrong_is_named_on_every_node(what: str, rank: int, code
     assert fault_of((run / "logs" / "node-0001.log").read_text()) == line
     assert not processes_of(run)
     assert f"failed: {line}" in command(*TRAINER, "status", str(run))[1]
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_rank_that_leaves_early_with_0_is_the_culprit(nodes: int, folder: Path) -> None:
+    (folder / "train.py").write_text(SCRIPT.format(what="sys.exit(0)", rank=1))
+    (folder / "run.yaml").write_text(
+        f"name: early\nentrypoint: train.py\nresources: {{nodes: {nodes}, ranks_per_node: {2 // nodes}}}\n"
+    )
+    code, output = command(*TRAINER, "run", "run.yaml", overrides(folder / "run"), cwd=folder)
+    assert code == ExitCode.RANK_FAILED
+    assert fault_of(output).startswith(f"FAULT D5 host={os.uname().nodename} rank=1: left early with exit code 0"), output
+
+
+@pytest.mark.parametrize(("ranks", "nodes"), [(1, 1), (1, 2)])
+def test_a_stopped_rank_is_the_culprit_not_the_one_that_waits(ranks: int, nodes: int, folder: Path) -> None:
+    (folder / "train.py").write_text(SCRIPT.format(what="os.kill(os.getpid(), signal.SIGSTOP)", rank=nodes - 1))
+    (folder / "run.yaml").write_text(
+        f"name: frozen\nentrypoint: train.py\nresources: {{nodes: {nodes}, ranks_per_node: {ranks}}}\n"
+    )
+    code, output = command(*TRAINER, "run", "run.yaml", overrides(folder / "run"), cwd=folder)
+    assert code == ExitCode.STALLED
+    assert fault_of(output).startswith(f"FAULT C2 host={os.uname().nodename} rank={nodes - 1}: stopped by a signal"), output
+    assert not processes_of(folder / "run")
+
+
+def test_a_verdict_does_not_wait_for_a_paused_console(folder: Path) -> None:
+    """`trainer node | less`: nobody reads, and much is printed."""
+    (folder / "loud.py").write_text("import sys\nprint('x' * 300_000, flush=True)\nsys.exit(7)\n")
+    (folder / "run.yaml").write_text("name: loud\nentrypoint: loud.py\n")
+    node = start(*TRAINER, "node", "run.yaml", overrides(folder / "run"), cwd=folder)
+    assert wait_until(lambda: (folder / "run" / "exit_code").exists(), 30), "the run waited for the console"
+    code, output = finish(node)
+    assert code == ExitCode.RANK_FAILED and fault_of(output).startswith("FAULT C1")
+
+
+def test_a_run_folder_in_use_is_refused(folder: Path) -> None:
+    run = folder / "run"
+    first = start(*TRAINER, "node", *slow(run, 0.05))
+    assert at_step(run, 2)
+    code, output = command(*TRAINER, "node", str(run / "config.yaml"))
+    assert code == ExitCode.REFUSED
+    assert f"FAULT G7 host={os.uname().nodename} node_rank=0: the run folder {run} is in use by pid {first.pid} on " in fault_of(
+        output
+    )
+    first.terminate()
+    assert finish(first)[0] == ExitCode.STOPPED
+
+
+@pytest.mark.parametrize("node_rank", [0, 1])
+def test_a_stop_ends_the_wait_for_other_nodes_at_once(node_rank: int, folder: Path) -> None:
+    pet = {"PET_NNODES": "2", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(free_port())}
+    two = [*slow(folder / "run"), "resources.nodes=2", "resources.ranks_per_node=1", "watch.join_seconds=80"]
+    node = start(*TRAINER, "node", *two, **pet, PET_NODE_RANK=str(node_rank))
+    with pytest.raises(subprocess.TimeoutExpired):
+        node.wait(8)  # torch is loaded by then
+    node.terminate()
+    code, output = finish(node, 10)
+    assert code == ExitCode.STOPPED and "SIGTERM: stopped before the ranks were started" in output
+
+
+def test_submissions_at_once_get_folders_of_their_own(folder: Path) -> None:
+    (folder / "quick.py").write_text("print('done')\n")
+    (folder / "run.yaml").write_text("name: quick\nentrypoint: quick.py\n")
+    submissions = [start(*TRAINER, "submit", "run.yaml", cwd=folder) for _ in range(4)]
+    for submission in submissions:
+        code, output = finish(submission)
+        assert code == 0, output
+    runs = sorted((folder / "runs").iterdir())
+    assert len(runs) == 4
+    for run in runs:
+        assert wait_until(lambda run=run: ": done: " in command(*TRAINER, "status", str(run))[1]), logs(run)
+        assert len(list(run.glob("logs/attempt-*"))) == 1
+
+
+def test_nohup_is_respected(folder: Path) -> None:
+    run = folder / "run"
+    node = start("nohup", *TRAINER, "node", *slow(run, 0.01), "training.max_steps=20")
+    assert at_step(run, 2)
+    node.send_signal(signal.SIGHUP)
+    code, output = finish(node)
+    assert code == 0, output
+
+
+def test_a_copied_run_folder_does_not_write_into_the_original(folder: Path) -> None:
+    assert command(*TRAINER, "run", str(DIGITS), overrides(folder / "run"), "training.max_steps=2")[0] == 0
+    shutil.copytree(folder / "run", folder / "copy", symlinks=True)
+    code, output = command(*TRAINER, "submit", str(folder / "copy" / "config.yaml"))
+    assert code == ExitCode.CONFIG and "lies in another run's folder now" in output
 
 
 def test_a_missing_node_is_named_within_the_deadline(folder: Path) -> None:

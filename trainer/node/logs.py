@@ -78,6 +78,7 @@ class Tail:
         """
         self._file, self._stream, self._prefix = open(path, "rb"), stream, b"\r\x1b[K" if clear_line else b""  # noqa: SIM115
         self._waiting = b""
+        self.mid_line = False  # what was copied last did not end its line
 
     def copy(self, patience_seconds: float = 0) -> None:
         """Copy what has come since the last call, but never wait for a console that is paused longer than it is patient."""
@@ -95,6 +96,7 @@ class Tail:
             except OSError:  # nobody watches any more; the log file has it all
                 self._stream = None
                 return
+            self.mid_line = not self._waiting[:written].endswith(b"\n")
             self._waiting = self._waiting[written:]
 
     def close(self) -> None:

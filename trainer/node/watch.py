@@ -50,6 +50,8 @@ class Watch:
             self.kill()
             if self._tail:
                 self._tail.close()
+                if self._tail.mid_line:
+                    say("")  # what follows begins a line of its own
         if fault is None and self.node.node_rank == 0 and self.node.nnodes > 1:
             fault = self._wait_for_the_others()
         if fault is not None:
