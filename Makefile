@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 SLURM_PACKAGES := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2 iptables
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: train check render submit status logs cancel slurm-up slurm-down test lint bench clean
+.PHONY: train check render submit status logs cancel slurm-up slurm-down slurm-packages test lint bench clean
 
 train: $(VENV)/.train
 	@$(BIN)/trainer run "$(CONFIG)" $(SET)
@@ -24,12 +24,14 @@ status logs cancel: $(VENV)/.train
 	@$(BIN)/trainer $@ $(if $(FOLLOW),--follow) $(if $(RUN),"$(RUN)")
 
 # A Slurm cluster of two nodes on this machine (Debian or Ubuntu, root), to try job files before they meet a queue.
-slurm-up: $(VENV)/.test
-	@command -v slurmctld >/dev/null || (apt-get update -qq && apt-get install -y -qq --no-install-recommends $(SLURM_PACKAGES))
+slurm-up: $(VENV)/.test slurm-packages
 	@$(BIN)/python -m tests.lab.slurm up
 
 slurm-down: $(VENV)/.test
 	@$(BIN)/python -m tests.lab.slurm down
+
+slurm-packages:
+	@dpkg -s $(SLURM_PACKAGES) >/dev/null 2>&1 || (apt-get update -qq && apt-get install -y -qq --no-install-recommends $(SLURM_PACKAGES) >/dev/null)
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(TESTS)

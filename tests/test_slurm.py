@@ -16,7 +16,7 @@ import pytest
 from tests.conftest import DIGITS, ROOT
 from tests.jobs import SHORT, TRAINER, command, equal, logs, losses, metrics, overrides, saved, wait_until
 from tests.lab.machines import LOGIN
-from tests.lab.slurm import Cluster
+from tests.lab.slurm import UID, Cluster
 from tests.test_runs import SCRIPT, slow
 from trainer.errors import ExitCode
 from trainer.launch.slurm import plan
@@ -297,15 +297,14 @@ def test_a_plain_user_can_submit(cluster: Cluster, shared: Path) -> None:
     """alice exists on the machines only, and has no right to this user's files: the batch file and Debian's Python do."""
     home = cluster.folder / "home" / "alice"
     fake = home / "python"
-    fake.write_text('#!/bin/sh\necho "$(id -un) $PET_NODE_RANK" >"$RUN_DIR/seen-$SLURM_NODEID"\n')
+    fake.write_text('#!/bin/sh\necho "$(id -un) $PET_NODE_RANK" >"$HOME/seen-$SLURM_NODEID"\n')
     fake.chmod(0o755)
     batch = home / "job.sbatch"
     shutil.copy(ROOT / "slurm" / "job.sbatch", batch)
     submit = f"cd && PYTHON={fake} sbatch --parsable --wait --nodes=2 {batch} config.yaml"
     done = cluster.on(LOGIN, *cluster.enter(LOGIN, "alice")[len(cluster.enter(LOGIN)) :], "sh", "-c", submit)
-    job = done.stdout.split()[0]
-    run = home / "runs" / f"ddp-{job}"
-    assert [(run / f"seen-{node}").read_text() for node in (0, 1)] == ["alice 0\n", "alice 1\n"]
+    assert [(home / f"seen-{node}").read_text() for node in (0, 1)] == ["alice 0\n", "alice 1\n"]
+    assert (home / "runs" / f"ddp-{done.stdout.split()[0]}").stat().st_uid == UID
 
 
 def test_the_batch_file_refuses_what_it_cannot_run() -> None:

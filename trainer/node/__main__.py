@@ -122,6 +122,8 @@ class _Node:
         with suppress(OSError):  # for a batch script, which sees only what srun makes of it
             (self.folder.folder / "exit_code").write_text(f"{int(code)}\n")
         self._leave(watch, fault)
+        for text in watch.last_words:
+            say(text)
         if fault:
             say(fault.line())
         self.guard.close()

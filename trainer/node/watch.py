@@ -30,6 +30,7 @@ class Watch:
         self.roll, self.node, self.guard, self.signals = roll, roll.node, guard, signals
         self.stop_seconds, self.clear_line = stop_seconds, clear_line
         self.ranks: list[Running] = []
+        self.last_words: list[str] = []  # for the console, once the ranks are gone: a paused console blocks whoever writes
         self._tail: Tail | None = None
         self._stop: tuple[signal.Signals, float] | None = None  # the first stop request, and when the ranks' time is up
         self._asked = 0.0
@@ -51,7 +52,7 @@ class Watch:
             if self._tail:
                 self._tail.close()
                 if self._tail.mid_line:
-                    say("")  # what follows begins a line of its own
+                    self.last_words.insert(0, "")  # what follows begins a line of its own
         if fault is None and self.node.node_rank == 0 and self.node.nnodes > 1:
             fault = self._wait_for_the_others()
         if fault is not None:
@@ -147,7 +148,7 @@ class Watch:
                 if left := self.roll.left_early():
                     return self._report(left_early(left[1], left[2], left[0]))
         if culprit.rank.rank != 0:
-            say(f"[{self.node.host}] end of {culprit.rank.log}:\n{last_lines(Path(culprit.rank.log))}")
+            self.last_words.append(f"[{self.node.host}] end of {culprit.rank.log}:\n{last_lines(Path(culprit.rank.log))}")
         return self._report(describe(culprit, self.node.host, self.node.node_rank))
 
     def _missing_peer(self) -> Fault | None:
