@@ -19,6 +19,8 @@ from tests.lab.machines import LOGIN
 from tests.lab.slurm import UID, Cluster
 from tests.test_runs import SCRIPT, slow
 from trainer.errors import ExitCode
+from trainer.launch.job import Job, JobFailedError
+from trainer.launch.job import submit as submit_job
 from trainer.launch.slurm import plan
 from trainer.settings import load_config
 
@@ -260,6 +262,70 @@ def test_a_failing_task_ends_the_job_soon_and_for_good(what: str, rank: int, cod
     assert "requeueing" not in batch_log(run)
     assert f"ExitCode={int(code)}:0" in slurm("scontrol", "show", "job", job)
     assert f"failed: {lines[0]}" in command(*TRAINER, "status", str(run))[1]
+
+
+def test_submit_from_python_gives_the_same_job(shared: Path, reference: Path) -> None:
+    job = submit_job(load_config(ROOT / "slurm" / "site.yaml", *SHORT, *TWO_BY_TWO, overrides(shared / "run")))
+    assert job.active()
+    assert job.wait(120).state == "done", batch_log(job.folder)
+    assert "step 20/20" in list(job.logs())[-2]
+    assert losses(job.folder) == losses(reference) and equal(saved(job.folder), saved(reference))
+    assert job.submitit_job.job_id == job.run.job["job_id"]
+    assert Job.of(str(job.folder)).status() == job.status()
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "killed by signal 9 (SIGKILL)"),
+        ("os._exit(9)", "vanished with exit code 9"),
+        ("sys.exit(7)", "exited with 7"),
+    ],
+)
+def test_waiting_needs_no_accounting_and_tells_the_cause(
+    what: str, words: str, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (shared / "train.py").write_text(SCRIPT.format(what=what, rank=0))
+    monkeypatch.chdir(shared)
+    (shared / "run.yaml").write_text("name: faulty\nbackend: slurm\nslurm: {max_requeues: 0}\nentrypoint: train.py\n")
+    job = submit_job(load_config(shared / "run.yaml", overrides(shared / "run")))
+    with pytest.raises(JobFailedError) as error:
+        job.wait(60)
+    assert words in str(error.value) and str(error.value).startswith("FAULT C1 host=node"), batch_log(job.folder)
+
+
+def test_preemption_by_a_higher_partition_is_one_save_and_one_requeue(shared: Path, uninterrupted: Path) -> None:
+    run = shared / "run"
+    two = {"resources__nodes": 2, "resources__ranks_per_node": 1, "slurm__partition": "low"}
+    job = submit(run, *slow(run, 0.05, **two), "slurm.options={exclusive: true}")
+    assert wait_until(lambda: metrics(run) and metrics(run)[-1]["step"] >= 5), batch_log(run)
+    urgent = ["sbatch", "--parsable", "--partition=high", "--nodes=2", "--exclusive", f"--output={shared.parent}/urgent.log"]
+    done = subprocess.run([*urgent, "--wrap=sleep 3"], capture_output=True, text=True, cwd=shared)
+    assert wait_until(lambda: queue(job).startswith("PENDING"), 60), queue(job) + batch_log(run)
+    assert wait_until(lambda: not queue(done.stdout.strip()), 60), slurm("squeue")
+    let_start_now(job, run)
+    assert wait_until(lambda: not queue(job), 90), queue(job)
+    assert batch_log(run).count("stopped by") == 1 and "attempt 1" in batch_log(run) and "attempt 2" not in batch_log(run), (
+        batch_log(run)
+    )
+    assert losses(run) == losses(uninterrupted) and equal(saved(run), saved(uninterrupted))
+
+
+def test_the_time_limit_is_a_warning_a_save_and_a_requeue(shared: Path, uninterrupted: Path) -> None:
+    run = shared / "run"
+    limits = {"resources__time_minutes": 2, "slurm__signal_seconds": 90, "slurm__max_requeues": 9}
+    job = submit(run, *slow(run, 0.2, **limits))
+    assert wait_until(lambda: metrics(run), 60), batch_log(run)
+    stops = []
+    while True:  # Slurm looks at limits every half minute, so that the warning comes 0 to 30 s into each attempt
+        assert wait_until(lambda: not queue(job) or queue(job).startswith("PENDING"), 100), queue(job) + batch_log(run)
+        if not queue(job):
+            break
+        stops.append(metrics(run)[-1]["step"])
+        let_start_now(job, run)
+    assert stops and batch_log(run).count("got USR1") == len(stops), batch_log(run)
+    assert all(f"resuming at step {step}" in batch_log(run) for step in stops)
+    assert losses(run) == losses(uninterrupted) and equal(saved(run), saved(uninterrupted))
 
 
 def test_two_jobs_on_the_same_nodes_do_not_meet(shared: Path) -> None:

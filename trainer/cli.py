@@ -8,16 +8,14 @@ import sys
 import time
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from trainer import __version__, settings
 from trainer.config import Config
 from trainer.errors import ConfigError, ExitCode, KitError
+from trainer.launch import job as jobs
 from trainer.launch import run as runs
 
 _INTERRUPTED = 130  # what a shell says of Ctrl-C
-
-BACKENDS = {"local": "trainer.launch.local", "slurm": "trainer.launch.slurm"}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,16 +46,15 @@ def check(arguments: argparse.Namespace) -> None:
 def render(arguments: argparse.Namespace) -> None:
     """Print what submit would send, and send nothing."""
     config = _load(arguments)
-    print(_backend(config.backend).render(config, runs.new_run_dir(config)).text(), end="")
+    print(jobs.backend(config.backend).render(config, runs.new_run_dir(config)).text(), end="")
 
 
 def submit(arguments: argparse.Namespace) -> None:
     """Send a run to its backend and return."""
     config = _load(arguments)
-    backend = _backend(config.backend)
-    run = backend.submit(config)
-    shown = _short(run.folder)
-    print(f"submitted {config.name} to {config.backend}: {shown}")
+    job = jobs.submit(config)
+    shown = _short(job.folder)
+    print(f"submitted {config.name} to {config.backend}{job.number}: {shown}")
     print(f"follow with: trainer logs --follow {shown}")
     print(f"then: trainer status {shown}   or: trainer cancel {shown}")
 
@@ -70,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         settings.check(config)
     run_dir = runs.new_run_dir(config, make=True)
     print(f"run folder: {_short(Path(run_dir))}", file=sys.stderr)
-    return int(_backend("local").run_here(config, run_dir))
+    return int(jobs.backend("local").run_here(config, run_dir))
 
 
 def node(arguments: argparse.Namespace) -> int:
@@ -80,21 +77,21 @@ def node(arguments: argparse.Namespace) -> int:
 
 def status(arguments: argparse.Namespace) -> None:
     """Say how a run stands."""
-    found = runs.find_run(arguments.run)
-    now = _backend(found.job["backend"]).status(found)
-    print(f"{_short(found.folder)}: {now.state}: {now.detail}")
+    job = jobs.Job.of(arguments.run)
+    now = job.status()
+    print(f"{_short(job.folder)}: {now.state}: {now.detail}")
 
 
 def logs(arguments: argparse.Namespace) -> None:
     """Print a run's logs."""
-    found = runs.find_run(arguments.run)
-    rank = None if arguments.rank == "all" else int(arguments.rank)
-    backend, shown = _backend(found.job["backend"]), dict[Path, int]()
+    job = jobs.Job.of(arguments.run)
+    found, rank = job.run, None if arguments.rank == "all" else int(arguments.rank)
+    shown: dict[Path, int] = {}
     while True:
-        running = arguments.follow and backend.status(found).state in ("pending", "running")
+        active = arguments.follow and job.active()
         for path in found.logs(rank):
-            shown[path] = _print_from(path, shown.get(path, 0), prefix=rank is None, whole_lines=bool(running))
-        if not running:
+            shown[path] = _print_from(path, shown.get(path, 0), prefix=rank is None, whole_lines=active)
+        if not active:
             break
         time.sleep(0.3)
     if not shown:  # the node ended before it had ranks: its own log says why
@@ -108,8 +105,7 @@ def logs(arguments: argparse.Namespace) -> None:
 
 def cancel(arguments: argparse.Namespace) -> None:
     """Ask a run to save and stop."""
-    found = runs.find_run(arguments.run)
-    print(_backend(found.job["backend"]).cancel(found, arguments.now))
+    print(jobs.Job.of(arguments.run).cancel(arguments.now))
 
 
 def schema(arguments: argparse.Namespace) -> None:
@@ -159,12 +155,6 @@ def _load(arguments: argparse.Namespace) -> Config:
                 f"run_dir={config.run_dir}: {path} lies in another run's folder now; give run_dir={path.parent} to go on there"
             )
     return config
-
-
-def _backend(name: str) -> Any:
-    if name not in BACKENDS:
-        raise ConfigError(f"backend={name}: not in this version; choose {' or '.join(BACKENDS)}")
-    return importlib.import_module(BACKENDS[name])
 
 
 def _short(folder: Path) -> str:

@@ -1,0 +1,138 @@
+"""Submitting and following from Python: what the command line does, as an object.
+
+from trainer import load_config, submit
+
+job = submit(load_config("slurm/site.yaml", "configs/imagenet.yaml", "resources.nodes=2"))
+print(job.status())
+job.wait()
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from trainer.config import Config
+from trainer.errors import ConfigError, ExitCode, KitError
+from trainer.launch.run import Run, Status, find_run
+from trainer.settings import check
+
+BACKENDS = {"local": "trainer.launch.local", "slurm": "trainer.launch.slurm"}
+_ACTIVE = ("pending", "running")
+_POLL_SECONDS = 0.5
+
+
+class JobFailedError(KitError):
+    """A job ended otherwise than well; the text is its fault line, or what is known."""
+
+    exit_code = ExitCode.RANK_FAILED
+
+
+def backend(name: str) -> ModuleType:
+    """The module of a backend, loaded on first use.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    if name not in BACKENDS:
+        raise ConfigError(f"backend={name}: not in this version; choose {' or '.join(BACKENDS)}")
+    return importlib.import_module(BACKENDS[name])
+
+
+def submit(config: Config) -> Job:
+    """Check a config and send it to its backend.
+
+    Raises:
+        ConfigError: a setting is refused, here or by the scheduler.
+    """
+    check(config)
+    return Job(backend(config.backend).submit(config))
+
+
+class Job:
+    """A submitted run."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._backend = backend(run.job["backend"])
+
+    @classmethod
+    def of(cls, name: str | None = None) -> Job:
+        """The job of a run folder, of a name under runs/, or (None) the newest."""
+        return cls(find_run(name))
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return self.run.folder
+
+    @property
+    def number(self) -> str:
+        """The scheduler's number for it as ` job 4711`, or nothing where there is no scheduler."""
+        return f" job {self.run.job['job_id']}" if "job_id" in self.run.job else ""
+
+    def status(self) -> Status:
+        """How it stands now."""
+        found: Status = self._backend.status(self.run)
+        return found
+
+    def active(self) -> bool:
+        """Whether it waits or runs."""
+        return self.status().state in _ACTIVE
+
+    def logs(self, follow: bool = False, rank: int = 0) -> Iterator[str]:
+        """The lines of a rank's log in the newest attempts; with `follow`, as they come, until the job ends."""
+        shown: dict[Path, int] = {}
+        while True:
+            active = follow and self.active()
+            for path in self.run.logs(rank):
+                with open(path, "rb") as file:
+                    file.seek(shown.get(path, 0))
+                    block = file.read()
+                whole = block[: block.rfind(b"\n") + 1] if active else block
+                shown[path] = shown.get(path, 0) + len(whole)
+                yield from whole.decode("utf-8", "replace").splitlines()
+            if not active:
+                return
+            time.sleep(_POLL_SECONDS)
+
+    def wait(self, timeout_seconds: float | None = None) -> Status:
+        """Wait for the end, by what the scheduler's queue and the nodes say: accounting is not needed.
+
+        Raises:
+            JobFailedError: it ended otherwise than well, or was stopped; the text says by what.
+            TimeoutError: it goes on after `timeout_seconds`.
+        """
+        until = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while (now := self.status()).state in _ACTIVE:
+            if until is not None and time.monotonic() > until:
+                raise TimeoutError(f"{self.folder}: {now.detail} after {timeout_seconds} s")
+            time.sleep(_POLL_SECONDS)
+        if now.state != "done":
+            raise JobFailedError(now.detail)
+        return now
+
+    def cancel(self, now: bool = False) -> str:
+        """Ask it to save and stop, or (`now`) kill it; returns a line for a person."""
+        line: str = self._backend.cancel(self.run, now)
+        return line
+
+    @property
+    def submitit_job(self) -> Any:
+        """submitit's handle on the same Slurm job, for programs that know it. Its result() waits for a pickle that is never
+        written: `wait` is the way to wait.
+
+        Raises:
+            ConfigError: not a Slurm job, or submitit is not installed.
+        """
+        if "job_id" not in self.run.job:
+            raise ConfigError(f"backend={self.run.job['backend']}: submitit_job is for jobs on Slurm")
+        try:
+            submitit = importlib.import_module("submitit")
+        except ImportError:
+            raise ConfigError("submitit_job: submitit is not installed; pip install 'ddp-job-kit[slurm]'") from None
+        return submitit.SlurmJob(folder=self.folder / "logs", job_id=self.run.job["job_id"], tasks=[0])
