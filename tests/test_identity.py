@@ -3,7 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.errors import FaultError
-from trainer.node.identity import expand_nodelist, identify, port_for
+from trainer.node.identity import identify, port_for
+from trainer.node.slurmenv import counts, expand_nodelist, gpu_count
 
 PET = {
     "PET_NNODES": "2",
@@ -54,12 +55,20 @@ def test_a_single_node_needs_nothing() -> None:
         ({**PET, "PET_MASTER_ADDR": "localhost"}, "2 nodes but the master address localhost is loopback"),
         ({**PET, "PET_MASTER_ADDR": "127.0.1.1"}, "2 nodes but the master address 127.0.1.1 is loopback"),
         ({**PET, "PET_MASTER_ADDR": "::1"}, "2 nodes but the master address ::1 is loopback"),
+        (
+            {**SLURM, "SLURM_TASKS_PER_NODE": "4(x2)"},
+            "SLURM_TASKS_PER_NODE=4(x2) on 2 nodes; fix: start with srun --ntasks-per-node=1",
+        ),
+        ({**SLURM, "SLURM_TASKS_PER_NODE": "1(x"}, "no list of counts"),
+        ({**PET, "SLURM_GPUS_ON_NODE": "4"}, "resources.gpus_per_node=8, but Slurm gave 4 (SLURM_GPUS_ON_NODE=4)"),
+        ({**PET, "SLURM_GPUS_PER_NODE": "gpu:h100:2"}, "but Slurm gave 2 (SLURM_GPUS_PER_NODE=gpu:h100:2)"),
+        ({**PET, "SLURM_GPUS_PER_NODE": "many"}, "no count of GPUs: 'many'"),
         ({**SLURM, "SLURM_JOB_NODELIST": "n[1-"}, "SLURM_JOB_NODELIST='n[1-' is no node list"),
     ],
 )
 def test_what_cannot_be_right_is_one_line_at_once(environ: dict[str, str], words: str) -> None:
     with pytest.raises(FaultError) as error:
-        identify(environ, 2, 4, one_machine=False)
+        identify(environ, 2, 4, one_machine=False, gpus_per_node=8)
     line = error.value.fault.line()
     assert words in line and line.startswith("FAULT ") and "; fix: " in line
     assert not error.value.exit_code.retryable
@@ -83,10 +92,60 @@ def test_node_lists(text: str, hosts: list[str]) -> None:
     assert expand_nodelist(text) == hosts
 
 
-@pytest.mark.parametrize("text", ["", "n[1-", "n[a-b]", "n[1-2]]", "[]"])
+@pytest.mark.parametrize("text", ["", "n[1-", "n[a-b]", "n[1-2]]", "[]", "n[3-1],m", "n[0-9999999999]"])
 def test_what_is_no_node_list_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="no node list"):
         expand_nodelist(text)
+
+
+@given(st.lists(st.tuples(st.integers(0, 99), st.integers(1, 4)), min_size=1, max_size=5))
+def test_counts_are_read_back(runs: list[tuple[int, int]]) -> None:
+    text = ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in runs)
+    assert counts(text) == [count for count, times in runs for _ in range(times)]
+
+
+@given(st.text("0123456789(x),:[]- ", max_size=12))
+def test_what_is_not_understood_is_refused_and_never_guessed(text: str) -> None:
+    for read in (counts, gpu_count, expand_nodelist):
+        try:
+            found = read(text)
+        except ValueError as error:
+            assert repr(text)[1:-1][:3] in str(error) or "no node list" in str(error)
+        else:
+            assert found if isinstance(found, list) else found >= 0
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("8", 8),
+        ("a100:4", 4),
+        ("gpu:h100:8", 8),
+        ("gpu:2", 2),
+        ("gres:gpu:4(IDX:0-3)", 4),
+        ("gpu:a100:2(IDX:0,3),gpu:v100:1(IDX:1)", 3),
+    ],
+)
+def test_gpu_counts(text: str, number: int) -> None:
+    assert gpu_count(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "a100", "2(x3)", "gpu:", "four", "-1", "4,"])
+def test_what_is_no_count_of_gpus_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="no count of GPUs"):
+        gpu_count(text)
+
+
+@given(
+    st.lists(st.integers(0, 2000), min_size=1, max_size=6, unique=True), st.sampled_from(["n", "gpu-a", "r1c"]), st.integers(1, 4)
+)
+def test_node_lists_are_read_back(numbers: list[int], prefix: str, width: int) -> None:
+    names = [str(number).zfill(width) for number in sorted(numbers)]
+    assert expand_nodelist(f"{prefix}[{','.join(names)}]") == [prefix + name for name in names]
+    first, last = names[0], names[-1]
+    if len(first) == len(last):
+        whole = expand_nodelist(f"{prefix}[{first}-{last}]")
+        assert whole == [prefix + str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
 
 
 @given(st.integers(1, 10**7), st.integers(0, 200))

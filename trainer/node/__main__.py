@@ -30,7 +30,8 @@ def main(arguments: list[str]) -> int:
     """Run this node to its end; returns the exit code."""
     try:
         config = load_config(*arguments)
-        node = identify(os.environ, config.resources.nodes, config.resources.ranks, config.backend == "local")
+        gpus = config.resources.gpus_per_node if config.training.device == "auto" else 0
+        node = identify(os.environ, config.resources.nodes, config.resources.ranks, config.backend == "local", gpus)
         return _Node(config, node).run()
     except FaultError as error:
         say(error.fault.line())

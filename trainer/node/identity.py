@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trainer.errors import ExitCode, Fault, FaultError
+from trainer.node.slurmenv import counts, expand_nodelist, gpu_count
 
 # Below the kernel's ephemeral range (net.ipv4.ip_local_port_range, 32768-60999 by default) and torch's usual 29500.
 _FIRST_PORT, _PORTS = 20000, 9000
@@ -48,12 +49,13 @@ class Identity:
         return FaultError(Fault(code, self.host, cause, fix, exit_code, node_rank=self.node_rank))
 
 
-def identify(environ: Mapping[str, str], nodes: int, ranks_per_node: int, one_machine: bool) -> Identity:
+def identify(environ: Mapping[str, str], nodes: int, ranks_per_node: int, one_machine: bool, gpus_per_node: int = 0) -> Identity:
     """Read this node's identity.
 
     Args:
         nodes: resources.nodes, to be agreed with.
         ranks_per_node: ranks on each node.
+        gpus_per_node: GPUs that the ranks of a node will use.
         one_machine: all nodes run on this machine (backend local), so a loopback address is right.
 
     Raises:
@@ -71,6 +73,7 @@ def identify(environ: Mapping[str, str], nodes: int, ranks_per_node: int, one_ma
     else:
         found = Identity(1, 0, ranks_per_node, "127.0.0.1", 0, "a single node")
     _check(found, nodes, ranks_per_node, one_machine)
+    _check_gpus(environ, found, gpus_per_node)
     return found
 
 
@@ -81,35 +84,6 @@ def port_for(job: str) -> int:
     """
     digits = re.sub(r"\D", "", job)
     return _FIRST_PORT + int(digits or "0") % _PORTS
-
-
-def expand_nodelist(text: str) -> list[str]:
-    """The hosts of Slurm's compressed node list: `n[01-03,7],login` -> n01, n02, n03, n7, login.
-
-    Raises:
-        ValueError: brackets or ranges that make no sense.
-    """
-    hosts: list[str] = []
-    for item in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text):
-        hosts += _expand(item)
-    if not hosts or text.count("[") != text.count("]"):
-        raise ValueError(f"no node list: {text!r}")
-    return hosts
-
-
-def _expand(item: str) -> list[str]:
-    match = re.search(r"\[([^\]]*)\]", item)
-    if not match:
-        return [item]
-    hosts = []
-    for part in match[1].split(","):
-        bounds = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        if not bounds:
-            raise ValueError(f"no node list: {item!r}")
-        first, last = bounds[1], bounds[2] or bounds[1]
-        for number in range(int(first), int(last) + 1):
-            hosts += _expand(item[: match.start()] + str(number).zfill(len(first)) + item[match.end() :])
-    return hosts
 
 
 def _from_pet(environ: Mapping[str, str], ranks_per_node: int) -> Identity:
@@ -133,8 +107,34 @@ def _from_slurm(environ: Mapping[str, str], ranks_per_node: int) -> Identity:
         master = expand_nodelist(nodelist)[0]
     except ValueError:
         raise _refuse("H6", f"SLURM_JOB_NODELIST={nodelist!r} is no node list", "report it with this value", node_rank) from None
+    _check_tasks(environ, nnodes, node_rank)
     job = environ["SLURM_JOB_ID"]
     return Identity(nnodes, node_rank, ranks_per_node, master, port_for(job) if nnodes > 1 else 0, "Slurm")
+
+
+def _check_tasks(environ: Mapping[str, str], nnodes: int, node_rank: int) -> None:
+    """One task on each node: srun starts nodes, and each node starts its own ranks."""
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")
+    try:
+        tasks = counts(text) if text else [1] * nnodes
+    except ValueError as error:
+        raise _refuse("H6", f"SLURM_TASKS_PER_NODE: {error}", "report it with this value", node_rank) from None
+    if tasks != [1] * nnodes:
+        raise _refuse("H7", f"SLURM_TASKS_PER_NODE={text} on {nnodes} nodes", "start with srun --ntasks-per-node=1", node_rank)
+
+
+def _check_gpus(environ: Mapping[str, str], found: Identity, gpus_per_node: int) -> None:
+    """Slurm's own word on this node's GPUs, in any of its spellings."""
+    name = "SLURM_GPUS_ON_NODE" if "SLURM_GPUS_ON_NODE" in environ else "SLURM_GPUS_PER_NODE"
+    if not gpus_per_node or name not in environ:
+        return
+    try:
+        given = gpu_count(environ[name])
+    except ValueError as error:
+        raise found.fault("H6", f"{name}: {error}", "report it with this value") from None
+    if given < gpus_per_node:
+        cause = f"resources.gpus_per_node={gpus_per_node}, but Slurm gave {given} ({name}={environ[name]})"
+        raise found.fault("H5", cause, f"submit with --gpus-per-node={gpus_per_node}, or ask for fewer")
 
 
 def _number(environ: Mapping[str, str], name: str, default: str | None) -> int:
