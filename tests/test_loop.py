@@ -11,9 +11,10 @@ from tests.forked import on_ranks
 from trainer.errors import ConfigError
 from trainer.train.batches import GlobalOrder, Loading, TensorImages, batches
 from trainer.train.distributed import World
-from trainer.train.loop import Loop, StepOptions, Window
+from trainer.train.loop import Loop, StepOptions
 from trainer.train.models import lenet, split_lenet
 from trainer.train.optim import LearningRate, MovingAverage, Schedule
+from trainer.train.window import Window
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-import time
 from importlib import metadata
 from pathlib import Path
 
@@ -85,20 +84,8 @@ def status(arguments: argparse.Namespace) -> None:
 def logs(arguments: argparse.Namespace) -> None:
     """Print a run's logs."""
     job = jobs.Job.of(arguments.run)
-    found, rank = job.run, None if arguments.rank == "all" else int(arguments.rank)
-    shown: dict[Path, int] = {}
-    while True:
-        active = arguments.follow and job.active()
-        for path in found.logs(rank):
-            shown[path] = _print_from(path, shown.get(path, 0), prefix=rank is None, whole_lines=active)
-        if not active:
-            break
-        time.sleep(0.3)
-    if not shown:  # the node ended before it had ranks: its own log says why
-        for path in sorted((found.folder / "logs").glob("*.log")):
-            shown[path] = _print_from(path, 0, prefix=True, whole_lines=False)
-    if not shown:
-        raise ConfigError(f"RUN={found.folder}: no log of rank {arguments.rank} yet; see {found.folder}/logs")
+    for line in job.logs(arguments.follow, None if arguments.rank == "all" else int(arguments.rank)):
+        print(line, flush=True)
     if arguments.follow:
         status(arguments)
 
@@ -159,18 +146,6 @@ def _load(arguments: argparse.Namespace) -> Config:
 
 def _short(folder: Path) -> str:
     return str(folder.relative_to(Path.cwd())) if folder.is_relative_to(Path.cwd()) else str(folder)
-
-
-def _print_from(path: Path, offset: int, prefix: bool, whole_lines: bool) -> int:
-    """Print a log from an offset, without a last line that is still being written; returns the new offset."""
-    with open(path, "rb") as file:
-        file.seek(offset)
-        text = file.read()
-    if whole_lines:
-        text = text[: text.rfind(b"\n") + 1]
-    for line in text.decode("utf-8", "replace").splitlines():
-        print(f"{path.name.split('.')[0]}: {line}" if prefix else line, flush=True)
-    return offset + len(text)
 
 
 def _refuse_foreign_trainer() -> None:

@@ -20,6 +20,9 @@ from pathlib import Path
 
 from tests.lab.machines import LOGIN, LabError, Machines, wait_for
 
+CHECKOUT = (
+    Path(__file__).resolve().parents[2]
+)  # jobs run the kit from here; it may lie below /tmp, which nodes have for themselves
 USER, UID = "alice", 20001
 CLIENTS = ["sbatch", "srun", "squeue", "sacct", "scancel", "scontrol", "sinfo", "sstat", "sattach", "sdiag", "sbcast"]
 _CPUS, _MEMORY_MB = 16, 64000  # declared, whatever this machine has
@@ -130,7 +133,7 @@ class Cluster(Machines):
             (lab / path).mkdir(parents=True)
         lab.chmod(0o755)
         (lab / "lab.json").write_text(json.dumps({"nodes": len(self.nodes), "gpus": self.gpus}))
-        (lab / "shared").write_text("".join(f"{path}\n" for path in self.shared))
+        (lab / "shared").write_text("".join(f"{path}\n" for path in [CHECKOUT, *self.shared]))
         (lab / "etc" / "munge.key").write_bytes(os.urandom(1024))
         (lab / "etc" / "munge.key").chmod(0o400)
         hosts = "".join(f"{self.address(machine)} {machine}\n" for machine in self.all)

@@ -84,21 +84,40 @@ class Job:
         """Whether it waits or runs."""
         return self.status().state in _ACTIVE
 
-    def logs(self, follow: bool = False, rank: int = 0) -> Iterator[str]:
-        """The lines of a rank's log in the newest attempts; with `follow`, as they come, until the job ends."""
+    def logs(self, follow: bool = False, rank: int | None = 0) -> Iterator[str]:
+        """The lines that a rank printed in the newest attempt, or (None) those of all ranks with the rank before each.
+
+        With `follow` they come as they are written, until the job ends, over all attempts. Where a node ended before it had
+        ranks, its own lines say why.
+
+        Raises:
+            ConfigError: there is no log.
+        """
         shown: dict[Path, int] = {}
         while True:
             active = follow and self.active()
             for path in self.run.logs(rank):
-                with open(path, "rb") as file:
-                    file.seek(shown.get(path, 0))
-                    block = file.read()
-                whole = block[: block.rfind(b"\n") + 1] if active else block
-                shown[path] = shown.get(path, 0) + len(whole)
-                yield from whole.decode("utf-8", "replace").splitlines()
+                yield from self._new_lines(path, shown, whole_lines=active, prefix=rank is None)
             if not active:
-                return
+                break
             time.sleep(_POLL_SECONDS)
+        if not shown:
+            for path in sorted((self.folder / "logs").glob("*.log")):
+                yield from self._new_lines(path, shown, whole_lines=False, prefix=True)
+        if not shown:
+            raise ConfigError(f"RUN={self.folder}: no log of rank {rank} yet; see {self.folder}/logs")
+
+    @staticmethod
+    def _new_lines(path: Path, shown: dict[Path, int], whole_lines: bool, prefix: bool) -> Iterator[str]:
+        """What came since the last look, without a last line that is still being written."""
+        with open(path, "rb") as file:
+            file.seek(shown.get(path, 0))
+            block = file.read()
+        if whole_lines:
+            block = block[: block.rfind(b"\n") + 1]
+        shown[path] = shown.get(path, 0) + len(block)
+        for line in block.decode("utf-8", "replace").splitlines():
+            yield f"{path.name.split('.')[0]}: {line}" if prefix else line
 
     def wait(self, timeout_seconds: float | None = None) -> Status:
         """Wait for the end, by what the scheduler's queue and the nodes say: accounting is not needed.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from trainer.errors import ConfigError
 from trainer.train.batches import Loading, batches
 from trainer.train.distributed import World
 from trainer.train.optim import LearningRate, MovingAverage, clip
+from trainer.train.window import Window
 
 logger = logging.getLogger(__name__)
 
@@ -210,68 +209,6 @@ class Loop:
             self._window.load(ranks[self.world.rank]["window"])
         elif self.world.rank == 0:
             self._window.load(*(own["window"] for own in ranks))
-
-
-class Window:
-    """Losses and hits since the last report. A step only keeps references; sums are made some steps at a time, on the device."""
-
-    _HELD = 16  # batches whose outputs are kept at most
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._open()
-
-    def _open(self) -> None:
-        self.samples, self.classified, self.started = 0, True, time.monotonic()
-        self._held: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        self._sums: list[torch.Tensor] = []  # each (loss, hits), float64 where the device has it
-
-    def add(self, loss: torch.Tensor, outputs: torch.Tensor, targets: torch.Tensor) -> None:
-        """Take in one batch: its mean loss, and its hits where outputs (N, C) and targets (N,) are a classification."""
-        if outputs.ndim != 2 or outputs.shape[1] < 2 or targets.ndim != 1 or targets.is_floating_point():
-            self.classified = False
-        self._held.append((loss.detach(), outputs.detach() if self.classified else loss, targets))
-        self.samples += len(targets)
-        if len(self._held) == self._HELD:
-            self._sum_up()
-
-    def _sum_up(self) -> None:
-        for size, group in itertools.groupby(self._held, key=lambda held: len(held[2])):
-            losses, outputs, targets = zip(*group, strict=True)
-            loss = torch.stack(losses).sum(dtype=self._dtype) * size
-            hits = (torch.cat(outputs).argmax(1) == torch.cat(targets)).sum() if self.classified else torch.zeros_like(loss)
-            self._sums.append(torch.stack([loss, hits.to(self._dtype)]).to(self.device))
-        self._held.clear()
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return torch.float32 if self.device.type == "mps" else torch.float64
-
-    def _total(self) -> torch.Tensor:
-        self._sum_up()
-        return torch.stack(self._sums).sum(0).cpu() if self._sums else torch.zeros(2, dtype=self._dtype)
-
-    def close(self, world: World) -> dict[str, float]:
-        """Mean loss, accuracy and samples per second over all ranks since the window opened; opens the next."""
-        loss, hits = self._total().tolist()
-        seconds = time.monotonic() - self.started
-        loss, hits, samples = world.sum_numbers(loss, hits, self.samples)
-        values = {"loss": loss / max(1.0, samples)}
-        if self.classified:
-            values["accuracy"] = hits / max(1.0, samples)
-        values["samples"] = int(samples)
-        values["samples_per_second"] = round(samples / max(seconds, 1e-9), 1)
-        self._open()
-        return values
-
-    def state(self) -> dict[str, Any]:
-        """The sums so far, as tensors and plain types."""
-        return {"sums": self._total(), "samples": self.samples}
-
-    def load(self, *states: dict[str, Any]) -> None:
-        """Start from the sums of one rank, or of several added up."""
-        self._sums = [state["sums"].to(self.device) for state in states]
-        self.samples = sum(state["samples"] for state in states)
 
 
 def _wrap(model: nn.Module, world: World, find_unused_parameters: bool) -> nn.Module:
