@@ -277,6 +277,17 @@ def test_a_stopped_rank_is_the_culprit_not_the_one_that_waits(ranks: int, nodes:
     assert not processes_of(folder / "run")
 
 
+def test_all_nodes_leave_together(folder: Path) -> None:
+    """Rank 0 has more to do at the end, such as a last checkpoint: its node must not look like one that is stuck."""
+    (folder / "train.py").write_text("import os, time\ntime.sleep(4 if os.environ['RANK'] == '0' else 0)\n")
+    (folder / "run.yaml").write_text("name: uneven\nentrypoint: train.py\nresources: {nodes: 3, ranks_per_node: 1}\n")
+    code, output = command(*TRAINER, "run", "run.yaml", overrides(folder / "run"), cwd=folder)
+    assert code == 0, output
+    ends = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
+    times = [event["time"] for event in ends if event["event"] == "node_end"]
+    assert len(times) == 3 and max(times) - min(times) < 2, times
+
+
 def test_a_verdict_does_not_wait_for_a_paused_console(folder: Path) -> None:
     """`trainer node | less`: nobody reads, and much is printed."""
     (folder / "loud.py").write_text("import sys\nprint('x' * 300_000, flush=True)\nsys.exit(7)\n")

@@ -122,6 +122,12 @@ def test_a_script_in_a_folder_of_its_own_finds_its_modules_and_arguments(folder:
     assert "42 ['a b', '--local_rank=1', '1/2'] 1 2 3,5" in other.read_text()
 
 
+def test_a_compiled_model_learns_the_same_and_saves_under_the_same_names(reference: Path, folder: Path) -> None:
+    code, output = command(*TRAINER, "run", *SHORT, overrides(folder / "run"), "training.compile=true")
+    assert code == 0, output
+    assert equal(saved(folder / "run"), saved(reference), within=1e-5)
+
+
 def test_torchs_old_launch_flag_is_accepted(reference: Path, folder: Path) -> None:
     launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.launch", "--nproc-per-node", "2"]
     script = str(ROOT / "trainer" / "train" / "__main__.py")

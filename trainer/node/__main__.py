@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from trainer import targets
 from trainer.config import TRAIN, Config
-from trainer.errors import ERROR_FILE, ExitCode, Fault, FaultError, KitError
+from trainer.errors import ERROR_FILE, ExitCode, FaultError, KitError
 from trainer.node import ranks, rendezvous, signals
 from trainer.node.guard import Guard
 from trainer.node.identity import Identity, identify
@@ -83,7 +83,8 @@ class _Node:
         except signals.StopRequest as stop:
             say(f"[{node.host}] {stop}: stopped before the ranks were started")
             return ExitCode.STOPPED
-        watcher = watch.Watch(roll, self.guard, waker, self.config.watch.stop_seconds, _on_terminal(node))
+        limits = self.config.watch
+        watcher = watch.Watch(roll, self.guard, waker, _on_terminal(node), limits.stop_seconds, limits.stall_seconds)
         return self._train(watcher)
 
     def _prepare_environment(self) -> None:
@@ -122,7 +123,8 @@ class _Node:
         self.folder.event("node_end", **facts, exit_code=int(code), fault=fault.line() if fault else None)
         with suppress(OSError):  # for a batch script, which sees only what srun makes of it
             (self.folder.folder / "exit_code").write_text(f"{int(code)}\n")
-        self._leave(watch, fault)
+        if fault:
+            self._leave(watch)
         for text in watch.last_words:
             say(text)
         if fault:
@@ -130,17 +132,14 @@ class _Node:
         self.guard.close()
         return code
 
-    def _leave(self, watch: Watch, fault: Fault | None) -> None:
-        """Say goodbye; after a fault, node 0 keeps the store a little longer so that all can read the verdict."""
+    def _leave(self, watch: Watch) -> None:
+        """After a fault: node 0 keeps the store a little longer, so that all can read the verdict."""
         roll = watch.roll
-        try:
-            if self.node.node_rank > 0 or fault:
-                roll.say_goodbye(self.node.node_rank * self.node.nproc_per_node)
+        with suppress(ConnectionError):
+            roll.say_goodbye(self.node.node_rank * self.node.nproc_per_node)
             until = time.monotonic() + 5
-            while fault and self.node.node_rank == 0 and not roll.all_said_goodbye() and time.monotonic() < until:
+            while self.node.node_rank == 0 and not roll.all_said_goodbye() and time.monotonic() < until:
                 time.sleep(0.1)
-        except ConnectionError:
-            pass
 
     def _rank(self, local_rank: int, attempt: int, keep: list[int]) -> ranks.Rank:
         node, config = self.node, self.config

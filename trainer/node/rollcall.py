@@ -49,6 +49,15 @@ class Roll:
         self._ask(lambda: self.store.set(f"left/{self.node.node_rank}", json.dumps([self.node.host, first_rank])))
         self._ask(lambda: self.store.add("goodbye", 1))
 
+    def leave(self) -> None:
+        """After the goodbyes: node 0 waits until the others have seen that all is well, then its store may go."""
+        if self.node.node_rank > 0:
+            self._ask(lambda: self.store.add("gone", 1))
+            return
+        until = time.monotonic() + _STORE_SECONDS
+        while int(self._ask(lambda: self.store.add("gone", 0))) < self.node.nnodes - 1 and time.monotonic() < until:
+            time.sleep(_POLL_SECONDS)
+
     def left_early(self) -> tuple[int, str, int] | None:
         """Node rank, host and first rank of a node that has left, if any has."""
         others = [rank for rank in range(self.node.nnodes) if rank != self.node.node_rank]

@@ -26,9 +26,17 @@ _PEER_SECONDS = 5.0  # a rank that lost its peer waits so long for the peer's ow
 class Watch:
     """Sees this node's ranks to their end."""
 
-    def __init__(self, roll: Roll, guard: Guard, signals: Signals, stop_seconds: float, clear_line: bool) -> None:
+    def __init__(
+        self, roll: Roll, guard: Guard, signals: Signals, clear_line: bool, stop_seconds: float, patience_seconds: float
+    ) -> None:
+        """
+        Args:
+            clear_line: rank 0 draws a progress bar on this console.
+            stop_seconds: how long the ranks may take to save and stop.
+            patience_seconds: how long node 0, when its ranks have ended well, waits for the other nodes.
+        """
         self.roll, self.node, self.guard, self.signals = roll, roll.node, guard, signals
-        self.stop_seconds, self.clear_line = stop_seconds, clear_line
+        self.clear_line, self.stop_seconds, self.patience_seconds = clear_line, stop_seconds, patience_seconds
         self.ranks: list[Running] = []
         self.last_words: list[str] = []  # for the console, once the ranks are gone: a paused console blocks whoever writes
         self._tail: Tail | None = None
@@ -53,7 +61,7 @@ class Watch:
                 self._tail.close()
                 if self._tail.mid_line:
                     self.last_words.insert(0, "")  # what follows begins a line of its own
-        if fault is None and self.node.node_rank == 0 and self.node.nnodes > 1:
+        if fault is None and self.node.nnodes > 1:
             fault = self._wait_for_the_others()
         if fault is not None:
             return fault.exit_code, fault
@@ -179,8 +187,7 @@ class Watch:
         try:
             return self.roll.fault()
         except ConnectionError:
-            cause = f"lost node 0: its store at {self.node.address} does not answer any more"
-            return Fault("C3", self.node.host, cause, "look at node 0's log", ExitCode.NODE_LOST, node_rank=self.node.node_rank)
+            return self._lost_node_0()
 
     def _own_fault(self, code: str, rank: int | None, cause: str, fix: str, exit_code: ExitCode) -> Fault:
         return self._report(Fault(code, self.node.host, cause, fix, exit_code, rank, self.node.node_rank))
@@ -191,14 +198,23 @@ class Watch:
         return fault
 
     def _wait_for_the_others(self) -> Fault | None:
-        """Node 0 holds the store, so it leaves last: it says goodbye and counts."""
-        self.roll.say_goodbye(0)
-        until = time.monotonic() + self.stop_seconds
-        while not self.roll.all_said_goodbye():
-            if fault := self.roll.fault():
-                return fault
-            if time.monotonic() > until:
-                cause = f"ended, but not all nodes said goodbye within {self.stop_seconds:.0f} s"
-                return self._own_fault("C13", None, cause, "look at the other nodes' logs", ExitCode.NODE_LOST)
-            self.signals.wait(0.1)
+        """All nodes leave together: a scheduler takes the first that ends as a sign that the rest are stuck, and rank 0 may still
+        be writing the last checkpoint. Node 0 holds the store, so it leaves last."""
+        try:
+            self.roll.say_goodbye(self.node.node_rank * self.node.nproc_per_node)
+            until = time.monotonic() + self.patience_seconds
+            while not self.roll.all_said_goodbye():
+                self.signals.wait(_TICK_SECONDS)
+                if fault := self.roll.fault():
+                    return fault
+                if self.node.node_rank == 0 and time.monotonic() > until:  # the others see by the store whether node 0 lives
+                    cause = f"ended, but not all nodes said goodbye within {self.patience_seconds:.0f} s"
+                    return self._own_fault("C13", None, cause, "look at the other nodes' logs", ExitCode.NODE_LOST)
+            self.roll.leave()
+        except ConnectionError:
+            return self._lost_node_0()
         return None
+
+    def _lost_node_0(self) -> Fault:
+        cause = f"lost node 0: its store at {self.node.address} does not answer any more"
+        return Fault("C3", self.node.host, cause, "look at node 0's log", ExitCode.NODE_LOST, node_rank=self.node.node_rank)
