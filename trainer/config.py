@@ -9,15 +9,22 @@ import os
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
+
+from trainer.placement import (
+    Container,
+    Fraction,
+    Kubernetes,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Resources,
+    Seconds,
+    Section,
+    Slurm,
+)
 
 TRAIN = "trainer.train"  # the entrypoint that is the kit's own training loop
-
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Seconds = Annotated[float, Field(gt=0, le=10**7, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 def _target(value: str) -> str:
@@ -42,86 +49,6 @@ def _folder(value: str) -> str:
 FolderName = Annotated[str, AfterValidator(_folder)]
 TargetName = Annotated[str, AfterValidator(_target)]
 JobName = Annotated[str, AfterValidator(_job_name)]
-
-
-class Section(BaseModel):
-    """What all sections share: unknown keys are errors, values are not converted, nothing changes after reading."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
-
-
-class Resources(Section):
-    """What the run needs of the machines."""
-
-    nodes: PositiveInt = 1
-    """Machines (Slurm nodes, pods, containers)."""
-    gpus_per_node: NonNegativeInt = 0
-    """GPUs on each node; 0 trains on the CPU with gloo."""
-    ranks_per_node: PositiveInt | None = None
-    """Processes on each node; null: one per GPU, or one where there is no GPU."""
-    cpus_per_node: PositiveInt | None = None
-    """CPU cores to ask for on each node; null: what the scheduler gives."""
-    memory_gb_per_node: PositiveFloat | None = None
-    """Memory to ask for on each node, in GB; null: what the scheduler gives."""
-    time_minutes: PositiveInt = 60
-    """Time limit of the job."""
-
-    @property
-    def ranks(self) -> int:
-        """Ranks on each node, with the default filled in."""
-        return self.ranks_per_node or max(1, self.gpus_per_node)
-
-    @model_validator(mode="after")
-    def _devices(self) -> Resources:
-        if self.gpus_per_node % self.ranks:
-            raise ValueError(
-                f"resources.ranks_per_node={self.ranks}: {self.gpus_per_node} GPUs cannot be shared out evenly among "
-                f"{self.ranks} ranks; make resources.gpus_per_node a multiple of it"
-            )
-        return self
-
-
-class Container(Section):
-    """The image the nodes run in."""
-
-    image: str | None = None
-    """Image name with tag or digest; null: the kit's pinned image."""
-    runtime: Literal["pyxis", "enroot", "apptainer", "docker", "podman", "none"] = "none"
-    """What starts the image on a Slurm node."""
-    mounts: list[str] = []
-    """Folders to mount, each `host:container` or `host:container:ro`."""
-    env: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str] = {}
-    """Environment of the nodes; it beats the image's own."""
-
-
-class Slurm(Section):
-    """Slurm's side of the run."""
-
-    partition: str | None = None
-    """sbatch --partition."""
-    account: str | None = None
-    """sbatch --account."""
-    qos: str | None = None
-    """sbatch --qos."""
-    max_requeues: NonNegativeInt = 3
-    """How often a stopped or broken job may go back into the queue."""
-    signal_seconds: PositiveInt = 120
-    """How long before the time limit Slurm warns the job, so that it saves."""
-    options: dict[str, str | int | bool] = {}
-    """Any other sbatch option by its long name, such as `{constraint: h100}`."""
-
-
-class Kubernetes(Section):
-    """Kubernetes' side of the run."""
-
-    kind: Literal["pytorchjob", "trainjob", "indexed-job"] = "pytorchjob"
-    """The API object to apply."""
-    namespace: str = "default"
-    """Namespace of the job."""
-    queue: str | None = None
-    """Kueue local queue."""
-    manifest: str | None = None
-    """A manifest of your own to patch instead of the kit's."""
 
 
 class Target(Section):

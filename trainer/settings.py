@@ -14,8 +14,9 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from trainer import targets, yaml12
-from trainer.config import TRAIN, Config, Section
+from trainer.config import TRAIN, Config
 from trainer.errors import ConfigError
+from trainer.placement import Section
 
 _OVERRIDE = re.compile(r"^[A-Za-z_][\w.-]*=")
 _SHORT = 80  # characters of a value that an error shows
