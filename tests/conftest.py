@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,3 +23,12 @@ def folder(tmp_path: Path) -> Path:
     made = tmp_path / 'it\'s a "run" folder'
     made.mkdir()
     return made
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 60) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False

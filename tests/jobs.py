@@ -6,14 +6,13 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.conftest import DIGITS, ROOT
+from tests.conftest import wait_until as wait_until
 
 TRAINER = [sys.executable, "-m", "trainer"]
 SHORT = [str(DIGITS), "training.max_steps=20", "training.log_every_steps=1"]  # a run of a second or two
@@ -74,15 +73,6 @@ def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor], withi
 def logs(run: Path) -> str:
     """All logs of a run, for the message of a failing test."""
     return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in sorted(run.rglob("*.log")))
-
-
-def wait_until(condition: Callable[[], object], seconds: float = 60) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def processes_of(run: Path) -> list[int]:

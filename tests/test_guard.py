@@ -4,12 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, wait_until
 from trainer.process import started_at
 
 NODE = """
@@ -47,15 +46,6 @@ def start(folder: Path, script: str, mode: str) -> tuple["subprocess.Popen[str]"
     log = folder / "rank.log"
     arguments = [sys.executable, "-c", NODE, str(log), str(folder / "script.py"), mode]
     return subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True), log
-
-
-def wait_until(condition, seconds: float = 10) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return False
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

@@ -6,6 +6,8 @@ import os
 import signal
 from contextlib import suppress
 
+from trainer.node.signals import STOP_SIGNALS
+
 
 class Guard:
     """Holds the process groups of the ranks; kills them when the node process is gone, however it went.
@@ -47,7 +49,7 @@ class Guard:
 
 def _stand_by(reader: int) -> None:
     os.setsid()  # signals to the node's process group, such as Ctrl-C, do not reach it
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):

@@ -61,6 +61,8 @@ class RunFolder:
             except BlockingIOError:
                 lock.seek(0)
                 raise BlockingIOError(lock.read().strip() or "another process") from None
+            except OSError as error:  # a file system without locks (Lustre without -o flock): better unguarded than not at all
+                say(f"{self.folder}: cannot be locked ({error.strerror or error}); do not start this run twice")
             lock.truncate(0)
             lock.write(f"pid {os.getpid()} on {host}\n")
             lock.flush()

@@ -17,6 +17,7 @@ from torch.distributed import DistError
 
 from trainer.errors import ExitCode, Fault
 from trainer.node.identity import Identity
+from trainer.node.signals import STOP_SIGNALS
 from trainer.process import die_with_parent
 
 _STORE_SECONDS = 10.0  # limit of one request
@@ -93,7 +94,7 @@ def serve(listener: socket.socket, in_child: Callable[[], None]) -> int:
     try:
         in_child()
         die_with_parent(parent)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # its end is the node process's end, or its word
         host, port = listener.getsockname()
         store = TCPStore(host, port, is_master=True, master_listen_fd=listener.detach(), wait_for_workers=False)
