@@ -9,7 +9,8 @@ SITE ?= slurm/site.yaml
 SET ?=
 RUN ?=
 BIN := $(VENV)/bin
-SLURM_PACKAGES := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2 iptables
+SLURM_PACKAGES := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2 iptables gcc libc6-dev libslurm-dev \
+  slurm-wlm-basic-plugins-dev
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: train check render submit status logs cancel slurm-up slurm-down slurm-packages test lint bench clean

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.lab.machines import LOGIN
+from tests.lab.slurm import USER, Cluster, missing
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several ranks share this machine's cores
 for name in [n for n in os.environ if n.startswith(("PET_", "SLURM_", "RANK", "WORLD_SIZE", "MASTER_"))]:
@@ -23,6 +27,30 @@ def folder(tmp_path: Path) -> Path:
     made = tmp_path / 'it\'s a "run" folder'
     made.mkdir()
     return made
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """A Slurm cluster of two nodes, for all tests of a session."""
+    if why := missing():
+        pytest.skip(why)
+    made = Cluster(Path(f"/var/lib/slurmlab-{os.getpid()}"), nodes=2, gpus=8, shared=[])
+    made.up()
+    yield made
+    made.down()
+
+
+@pytest.fixture
+def shared(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder that all nodes see (their /tmp is their own), with awkward characters; the cluster's commands are on PATH."""
+    monkeypatch.setenv("PATH", f"{cluster.bin}:{os.environ['PATH']}")
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as parent:
+        folder = Path(parent) / 'it\'s a "run" 100% folder'
+        folder.mkdir()
+        yield folder
+        for user in ("root", USER):
+            cluster.on(LOGIN, "scancel", f"--user={user}")
+        assert wait_until(cluster.idle, 60), cluster.on(LOGIN, "squeue").stdout
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 60) -> bool:

@@ -6,101 +6,24 @@ import json
 import os
 import shutil
 import subprocess
-import tempfile
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import DIGITS, ROOT
-from tests.jobs import SHORT, TRAINER, command, equal, logs, losses, metrics, overrides, saved, wait_until
+from tests.jobs import SHORT, TRAINER, command, equal, losses, metrics, overrides, saved, wait_until
 from tests.lab.machines import LOGIN
 from tests.lab.slurm import UID, Cluster
+from tests.slurm_jobs import TWO_BY_TWO, batch_log, follow, let_start_now, queue, slurm, submit
 from tests.test_runs import SCRIPT, slow
 from trainer.errors import ExitCode
 from trainer.launch.job import Job, JobFailedError
 from trainer.launch.job import submit as submit_job
+from trainer.launch.run import Submission, write_plan
 from trainer.launch.slurm import plan
 from trainer.settings import load_config
 
-_MISSING = [
-    name
-    for name in ("slurmctld", "slurmd", "munged", "ip", "iptables")
-    if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin")
-]
-pytestmark = [
-    pytest.mark.slurm,
-    pytest.mark.skipif(os.geteuid() != 0, reason="the lab needs root"),
-    pytest.mark.skipif(bool(_MISSING), reason=f"not installed: {', '.join(_MISSING)}"),
-]
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    made = Cluster(Path(f"/var/lib/slurmlab-{os.getpid()}"), nodes=2, gpus=8, shared=[])
-    made.up()
-    yield made
-    made.down()
-
-
-@pytest.fixture
-def shared(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder that all nodes see (their /tmp is their own), with awkward characters; the cluster's commands are on PATH."""
-    monkeypatch.setenv("PATH", f"{cluster.bin}:{os.environ['PATH']}")
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as parent:
-        folder = Path(parent) / 'it\'s a "run" 100% folder'
-        folder.mkdir()
-        yield folder
-        slurm("scancel", "--user=root")
-        slurm("scancel", "--user=alice")
-        assert wait_until(cluster.idle, 60), slurm("sinfo", "-N") + slurm("squeue")
-
-
-def slurm(*argv: str) -> str:
-    done = subprocess.run(argv, capture_output=True, text=True)
-    return done.stdout + done.stderr
-
-
-def queue(job: str) -> str:
-    """State and reason, or nothing when the job has left the queue."""
-    done = subprocess.run(["squeue", "-h", "-j", job, "-o", "%T %r"], capture_output=True, text=True)
-    assert not done.stderr or "Invalid job id" in done.stderr, done.stderr
-    return done.stdout.strip()
-
-
-def let_start_now(job: str, run: Path) -> None:
-    """A requeued job waits two minutes (BeginTime), and no option of 22.05 shortens that. By then the nodes are clean: a start in
-    the same second as the end was seen to fail without a word."""
-    assert wait_until(lambda: queue(job) == "PENDING BeginTime", 40), queue(job)
-    assert wait_until(lambda: set(slurm("sinfo", "-hNo", "%T").split()) == {"idle"}, 40), slurm("sinfo", "-N")
-    time.sleep(1)
-
-    def started() -> bool:
-        slurm("scontrol", "update", f"jobid={job}", "StartTime=now")  # refused while the first run is still being cleaned up
-        return queue(job).startswith("RUNNING")
-
-    assert wait_until(started, 30), slurm("scontrol", "show", "job", job) + batch_log(run)
-
-
-def submit(run: Path, *settings: str) -> str:
-    """`trainer submit` on Slurm; returns the job's id."""
-    code, output = command(*TRAINER, "submit", str(ROOT / "slurm" / "site.yaml"), *settings, overrides(run))
-    assert code == 0, output
-    return str(json.loads((run / "job.json").read_text())["job_id"])
-
-
-def follow(run: Path) -> str:
-    code, output = command(*TRAINER, "logs", "--follow", str(run))
-    assert code == 0, output + logs(run)
-    return output
-
-
-def batch_log(run: Path) -> str:
-    return "".join(path.read_text() for path in run.glob("logs/slurm-*.log"))
-
-
-TWO_BY_TWO = ["resources.nodes=2", "resources.gpus_per_node=2"]
+pytestmark = pytest.mark.slurm
 
 
 @pytest.fixture(scope="module")
@@ -165,9 +88,8 @@ def test_both_ways_start_the_same_argv_with_the_same_variables(shared: Path) -> 
         argv = ["sbatch", "--parsable", "--wait", "--nodes=2", str(ROOT / "slurm" / "job.sbatch"), f"{run}/config.yaml"]
         environ = {**os.environ, "PYTHON": str(fake), "RUN_DIR": str(run)}
         if way == "submit":
-            made = plan(load_config(DIGITS, "backend=slurm", "resources.nodes=2"), str(run))
-            (run / "logs").mkdir()
-            (run / "job.sbatch").write_text(made.files["job.sbatch"])
+            made = plan(Submission([load_config(DIGITS, "backend=slurm", "resources.nodes=2")]), str(run))
+            write_plan(made)
             argv = ["sbatch", "--wait", *made.commands[0].argv[1:]]
             environ = {**os.environ, **made.commands[0].environ, "PYTHON": str(fake)}
         done = subprocess.run(argv, cwd=shared, env=environ, capture_output=True, text=True)

@@ -44,17 +44,18 @@ def check(arguments: argparse.Namespace) -> None:
 
 def render(arguments: argparse.Namespace) -> None:
     """Print what submit would send, and send nothing."""
-    config = _load(arguments)
-    print(jobs.backend(config.backend).render(config, runs.new_run_dir(config)).text(), end="")
+    print(jobs.plan(_submission(arguments)).text(), end="")
 
 
 def submit(arguments: argparse.Namespace) -> None:
     """Send a run to its backend and return."""
-    config = _load(arguments)
-    job = jobs.submit(config)
+    submission = _submission(arguments)
+    job = jobs.send(submission)
     shown = _short(job.folder)
-    print(f"submitted {config.name} to {config.backend}{job.number}: {shown}")
-    print(f"follow with: trainer logs --follow {shown}")
+    print(f"submitted {submission.config.name} to {submission.config.backend}{job.number}: {shown}")
+    for task, changed in zip(job.tasks, jobs.variants(arguments.array), strict=True):
+        print(f"  {_short(task.folder)}: {' '.join(changed)}")
+    print(f"follow with: trainer logs --follow {_short(job.tasks[0].folder) if job.tasks else shown}")
     print(f"then: trainer status {shown}   or: trainer cancel {shown}")
 
 
@@ -76,9 +77,10 @@ def node(arguments: argparse.Namespace) -> int:
 
 def status(arguments: argparse.Namespace) -> None:
     """Say how a run stands."""
-    job = jobs.Job.of(arguments.run)
-    now = job.status()
-    print(f"{_short(job.folder)}: {now.state}: {now.detail}")
+    found = jobs.Job.of(arguments.run)
+    for job in [found, *found.tasks]:
+        now = job.status()
+        print(f"{_short(job.folder)}: {now.state}: {now.detail}")
 
 
 def logs(arguments: argparse.Namespace) -> None:
@@ -113,6 +115,8 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=function.__doc__)
         command.add_argument("config", nargs="+", help="YAML files, merged in order, and section.key=value overrides")
         command.set_defaults(function=function)
+        if name in ("submit", "render"):
+            _add_queue_options(command)
     for name, function in {"status": status, "logs": logs, "cancel": cancel}.items():
         command = commands.add_parser(name, help=function.__doc__)
         command.add_argument("run", nargs="?", help="run folder or its name under runs/ (default: the newest)")
@@ -127,14 +131,47 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_queue_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--array",
+        action="append",
+        default=[],
+        metavar="section.key=V1,V2",
+        help="a Slurm job array with a task, and a run folder, for each value; given twice, for each combination",
+    )
+    command.add_argument("--after", metavar="RUN", help="start when that run has ended well (Slurm)")
+    command.add_argument(
+        "--simulate-preemption-after",
+        metavar="SECONDS",
+        type=_seconds,
+        help="warn the first attempt then, as a preemption would: it saves, is requeued and goes on (Slurm)",
+    )
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+    return seconds
+
+
 def _rank(text: str) -> str:
     if text != "all" and not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is neither a rank nor all")
     return text
 
 
-def _load(arguments: argparse.Namespace) -> Config:
-    config = settings.load_config(*arguments.config)
+def _submission(arguments: argparse.Namespace) -> runs.Submission:
+    configs = [_load(arguments, *changed) for changed in jobs.variants(arguments.array) or [[]]]
+    after = jobs.Job.of(arguments.after).run if arguments.after else None
+    return runs.Submission(configs, bool(arguments.array), after, arguments.simulate_preemption_after)
+
+
+def _load(arguments: argparse.Namespace, *overrides: str) -> Config:
+    config = settings.load_config(*arguments.config, *overrides)
     settings.check(config)
     for path in map(Path, arguments.config):
         if (path.parent / "job.json").is_file() and config.run_dir and Path(config.run_dir).resolve() != path.parent.resolve():

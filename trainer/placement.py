@@ -53,14 +53,27 @@ class Resources(Section):
 class Container(Section):
     """The image the nodes run in."""
 
-    image: str | None = None
-    """Image name with tag or digest; null: the kit's pinned image."""
     runtime: Literal["pyxis", "enroot", "apptainer", "docker", "podman", "none"] = "none"
-    """What starts the image on a Slurm node."""
-    mounts: list[str] = []
-    """Folders to mount, each `host:container` or `host:container:ro`."""
+    """What starts the image on a Slurm node; none: the nodes use this environment's Python."""
+    image: Annotated[str, Field(pattern=r"^[^\s,]+$")] | None = None
+    """Image that holds the kit: name with tag or digest, or a .sqsh or .sif file; null: the pinned one, and the kit mounted."""
+    cuda_version: Annotated[str, Field(pattern=r"^\d+\.\d+$")] | None = None
+    """CUDA version that torch in the image must have, such as "13.4"; null: the pinned image's there, not checked elsewhere."""
+    python: str = "python3"
+    """Python in the image."""
+    mounts: list[Annotated[str, Field(pattern=r"^/[^:,]*:/[^:,]*(:r[ow])?$")]] = []
+    """More folders to mount, each `/host:/container` or `/host:/container:ro`; the run's and the working folder are mounted."""
     env: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str] = {}
     """Environment of the nodes; it beats the image's own."""
+
+    @model_validator(mode="after")
+    def _startable(self) -> Container:
+        if self.runtime == "enroot" and not (self.image and self.image.startswith("/")):
+            raise ValueError(
+                f"container.image={self.image or 'null'}: enroot starts the file of an image; make one with enroot import "
+                "--output FILE.sqsh docker://... and give its path"
+            )
+        return self
 
 
 class Slurm(Section):

@@ -4,7 +4,8 @@
     python -m tests.lab.slurm exec [-n node1] [-u alice] -- COMMAND
     python -m tests.lab.slurm off|on|heal|kill-slurmd|start-slurmd NODE     python -m tests.lab.slurm down
 
-Needs root and Debian's slurmctld, slurmd, slurm-client, slurm-wlm-basic-plugins, munge, iproute2 and iptables. Without accounting.
+Needs root and the Debian packages that the Makefile lists (SLURM_PACKAGES). Without accounting. srun --container-image is a stand-in
+for pyxis (spank_container.c): images are directories in FOLDER/images.
 Seen with Slurm 22.05. Timers are short, so that faults show in seconds (SlurmdTimeout is 300 s by default).
 """
 
@@ -14,17 +15,19 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from tests.lab.machines import LOGIN, LabError, Machines, wait_for
+from tests.lab.machines import LOGIN, LabError, Machines, run, wait_for
 
 CHECKOUT = (
     Path(__file__).resolve().parents[2]
 )  # jobs run the kit from here; it may lie below /tmp, which nodes have for themselves
 USER, UID = "alice", 20001
-CLIENTS = ["sbatch", "srun", "squeue", "sacct", "scancel", "scontrol", "sinfo", "sstat", "sattach", "sdiag", "sbcast"]
+CONTAINER_PLUGIN = Path(__file__).with_name("spank_container.c")
+CLIENTS = ["sbatch", "srun", "salloc", "squeue", "sacct", "scancel", "scontrol", "sinfo", "sstat", "sattach", "sdiag", "sbcast"]
 _CPUS, _MEMORY_MB = 16, 64000  # declared, whatever this machine has
 
 CONF = """\
@@ -74,6 +77,17 @@ PartitionName=low MaxTime=UNLIMITED PriorityTier=1 PreemptMode=REQUEUE GraceTime
 """
 
 
+def missing() -> str:
+    """Why no cluster can be had here; empty if one can."""
+    if os.geteuid() != 0:
+        return "the Slurm lab needs root"
+    path = f"{os.environ['PATH']}:/usr/sbin"
+    absent = [name for name in ("slurmctld", "slurmd", "munged", "ip", "iptables", "gcc") if not shutil.which(name, path=path)]
+    if not Path("/usr/include/slurm/spank.h").exists():
+        absent.append("slurm/spank.h")
+    return f"not installed: {', '.join(absent)} (make slurm-packages)" if absent else ""
+
+
 class Cluster(Machines):
     """The machines of a lab with Slurm on them."""
 
@@ -81,6 +95,11 @@ class Cluster(Machines):
     def bin(self) -> Path:
         """Slurm's client commands, for this host's PATH."""
         return self.folder / "bin"
+
+    @property
+    def images(self) -> Path:
+        """The images that srun --container-image finds by name: a directory each, with / : # @ in its name as +."""
+        return self.folder / "images"
 
     def up(self) -> None:
         """Bring the cluster up; what came of it so far is removed if that fails."""
@@ -123,7 +142,8 @@ class Cluster(Machines):
     def _configure(self) -> None:
         lab, slurm = self.folder, self.folder / "etc" / "slurm"
         for path in (
-            "etc/slurm/plugstack.conf.d",
+            "etc/slurm",
+            "images",
             "state",
             "log",
             "bin",
@@ -146,7 +166,8 @@ class Cluster(Machines):
         if self.gpus:
             device = f"/run/gpu/nvidia[0-{self.gpus - 1}]"
             (slurm / "gres.conf").write_text(f"NodeName=node[1-{len(self.nodes)}] Name=gpu Type=h100 File={device}\n")
-        (slurm / "plugstack.conf").write_text("include /etc/slurm/plugstack.conf.d/*.conf\n")
+        (slurm / "plugstack.conf").write_text(f"required {lab}/container.so images={self.images}\n")
+        run("gcc", "-shared", "-fPIC", "-O2", "-Wall", "-Werror", "-o", lab / "container.so", CONTAINER_PLUGIN)
         (slurm / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")  # autodetection fails here
 
     def _add_user(self) -> None:

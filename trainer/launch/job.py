@@ -10,15 +10,18 @@ job.wait()
 from __future__ import annotations
 
 import importlib
+import itertools
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from trainer import yaml12
 from trainer.config import Config
 from trainer.errors import ConfigError, ExitCode, KitError
-from trainer.launch.run import Run, Status, find_run
+from trainer.launch.run import Plan, Run, Status, Submission, find_run, new_run_dir
 from trainer.settings import check
 
 BACKENDS = {"local": "trainer.launch.local", "slurm": "trainer.launch.slurm"}
@@ -43,14 +46,62 @@ def backend(name: str) -> ModuleType:
     return importlib.import_module(BACKENDS[name])
 
 
-def submit(config: Config) -> Job:
+def submit(config: Config, *, after: Job | None = None, simulate_preemption_after: float | None = None) -> Job:
     """Check a config and send it to its backend.
+
+    Args:
+        after: a job on Slurm that has to end well before this one starts.
+        simulate_preemption_after: seconds; the first attempt is then warned as by a preemption, saves, and is requeued.
 
     Raises:
         ConfigError: a setting is refused, here or by the scheduler.
     """
-    check(config)
-    return Job(backend(config.backend).submit(config))
+    return send(Submission([config], after=after.run if after else None, simulate_preemption_after=simulate_preemption_after))
+
+
+def submit_array(configs: list[Config], *, after: Job | None = None) -> Job:
+    """Send configs that differ in what they learn as the tasks of one Slurm job array; `.tasks` has a job for each.
+
+    Raises:
+        ConfigError: a setting is refused, or they differ in what Slurm is asked for.
+    """
+    return send(Submission(configs, array=True, after=after.run if after else None))
+
+
+def send(submission: Submission) -> Job:
+    """Check what is to be submitted and send it."""
+    return Job(_backend_of(submission).submit(submission))
+
+
+def plan(submission: Submission) -> Plan:
+    """What `send` would do, into the folder that it would take now."""
+    found: Plan = _backend_of(submission).plan(submission, new_run_dir(submission.config))
+    return found
+
+
+def variants(sweeps: list[str]) -> list[list[str]]:
+    """The overrides of each task of an array, from `section.key=V1,V2,...`; of several, every combination.
+
+    Raises:
+        ConfigError: a text is no such list.
+    """
+    found = []
+    for sweep in sweeps:
+        dotted, equals, values = sweep.partition("=")
+        listed = yaml12.load(f"[{values}]") if equals and dotted and values.strip() else None
+        if not listed:
+            raise ConfigError(f"--array {sweep}: write section.key=V1,V2,... such as optimizer.args.lr=0.1,0.2")
+        found.append([f"{dotted}={json.dumps(value)}" for value in listed])
+    return [list(combination) for combination in itertools.product(*found)] if found else []
+
+
+def _backend_of(submission: Submission) -> ModuleType:
+    for config in submission.configs:
+        check(config)
+        for name in ("name", "backend", "resources", "container", "slurm", "runs_dir", "run_dir"):
+            if getattr(config, name) != getattr(submission.config, name):
+                raise ConfigError(f"--array {name}: the tasks of an array run on the same machines; submit them one by one")
+    return backend(submission.config.backend)
 
 
 class Job:
@@ -64,6 +115,11 @@ class Job:
     def of(cls, name: str | None = None) -> Job:
         """The job of a run folder, of a name under runs/, or (None) the newest."""
         return cls(find_run(name))
+
+    @property
+    def tasks(self) -> list[Job]:
+        """The jobs of an array's tasks; empty for any other job."""
+        return [Job(run) for run in self.run.tasks]
 
     @property
     def folder(self) -> Path:
@@ -93,6 +149,8 @@ class Job:
         Raises:
             ConfigError: there is no log.
         """
+        if self.tasks:
+            raise ConfigError(f"RUN={self.folder}: is a job array; name one of its tasks, such as {self.tasks[0].folder}")
         shown: dict[Path, int] = {}
         while True:
             active = follow and self.active()
@@ -142,8 +200,7 @@ class Job:
 
     @property
     def submitit_job(self) -> Any:
-        """submitit's handle on the same Slurm job, for programs that know it. Its result() waits for a pickle that is never
-        written: `wait` is the way to wait.
+        """The same job as submitit knows jobs: a `submitit.SlurmJob` whose state, waiting and result need no accounting.
 
         Raises:
             ConfigError: not a Slurm job, or submitit is not installed.
@@ -151,7 +208,6 @@ class Job:
         if "job_id" not in self.run.job:
             raise ConfigError(f"backend={self.run.job['backend']}: submitit_job is for jobs on Slurm")
         try:
-            submitit = importlib.import_module("submitit")
+            return importlib.import_module("trainer.launch.submitit_job").SubmititJob(self)
         except ImportError:
             raise ConfigError("submitit_job: submitit is not installed; pip install 'ddp-job-kit[slurm]'") from None
-        return submitit.SlurmJob(folder=self.folder / "logs", job_id=self.run.job["job_id"], tasks=[0])

@@ -15,7 +15,7 @@ from typing import Any
 
 from trainer.config import Config
 from trainer.errors import ConfigError, ExitCode
-from trainer.launch.run import Command, Plan, Run, Status, new_run_dir, resolved, submission, write_plan
+from trainer.launch.run import Command, Plan, Run, Status, Submission, locked, new_run_dir, resolved, write_plan
 from trainer.process import die_with_parent, started_at
 
 _ADDRESS = "127.0.0.1"
@@ -23,31 +23,17 @@ _FIRST_PORT, _PORTS = 20000, 9000  # outside the ephemeral range
 _LISTENER = "TRAINER_MASTER_FD"  # node 0 gets the bound port itself, so that no other job can take it in between
 
 
-def plan(config: Config, run_dir: str, port: int) -> Plan:
-    """What `submit` starts for a config: pure, nothing is touched."""
-    commands = []
-    for node_rank in range(config.resources.nodes):
-        environ = {
-            "PET_NNODES": str(config.resources.nodes),
-            "PET_NPROC_PER_NODE": str(config.resources.ranks),
-            "PET_NODE_RANK": str(node_rank),
-            "PET_MASTER_ADDR": _ADDRESS,
-            "PET_MASTER_PORT": str(port),
-            **config.container.env,
-        }
-        commands.append(Command([sys.executable, "-m", "trainer", "node", f"{run_dir}/config.yaml"], environ))
-    return Plan("local", run_dir, {"config.yaml": resolved(config, run_dir)}, commands)
-
-
-def render(config: Config, run_dir: str) -> Plan:
+def plan(submission: Submission, run_dir: str) -> Plan:
     """The plan with the port that `submit` would take now."""
+    _refuse_array(submission)
     with _free_port(run_dir) as listener:
-        return plan(config, run_dir, listener.getsockname()[1])
+        return _plan(submission.config, run_dir, listener.getsockname()[1])
 
 
-def submit(config: Config) -> Run:
+def submit(submission: Submission) -> Run:
     """Start the nodes in the background."""
-    run, processes = _start(config, new_run_dir(config, make=True), attached=False)
+    _refuse_array(submission)
+    run, processes = _start(submission.config, new_run_dir(submission.config, make=True), attached=False)
     for process in processes:
         process.returncode = 0  # they go on without us
     return run
@@ -110,9 +96,9 @@ def cancel(run: Run, now: bool = False) -> str:
 
 
 def _start(config: Config, run_dir: str, attached: bool) -> tuple[Run, list[subprocess.Popen[bytes]]]:
-    with submission(config, run_dir), _free_port(run_dir) as listener:
+    with locked(Submission([config]), run_dir), _free_port(run_dir) as listener:
         _refuse_if_in_use(run_dir)
-        made = plan(config, run_dir, listener.getsockname()[1])
+        made = _plan(config, run_dir, listener.getsockname()[1])
         run = write_plan(made)
         processes = []
         for node_rank, command in enumerate(made.commands):
@@ -122,6 +108,21 @@ def _start(config: Config, run_dir: str, attached: bool) -> tuple[Run, list[subp
         ]
         run.keep(made, {"processes": facts})
     return run, processes
+
+
+def _plan(config: Config, run_dir: str, port: int) -> Plan:
+    commands = []
+    for node_rank in range(config.resources.nodes):
+        environ = {
+            "PET_NNODES": str(config.resources.nodes),
+            "PET_NPROC_PER_NODE": str(config.resources.ranks),
+            "PET_NODE_RANK": str(node_rank),
+            "PET_MASTER_ADDR": _ADDRESS,
+            "PET_MASTER_PORT": str(port),
+            **config.container.env,
+        }
+        commands.append(Command([sys.executable, "-m", "trainer", "node", f"{run_dir}/config.yaml"], environ))
+    return Plan("local", run_dir, {"config.yaml": resolved(config, run_dir)}, commands)
 
 
 def _start_node(run: Run, rank: int, command: Command, listener: socket.socket, attached: bool) -> subprocess.Popen[bytes]:
@@ -156,6 +157,16 @@ def _free_port(run_dir: str) -> socket.socket:
         except OSError:
             listener.close()
     raise ConfigError(f"backend=local: no free port from {_FIRST_PORT} to {_FIRST_PORT + _PORTS - 1}; stop other jobs")
+
+
+def _refuse_array(submission: Submission) -> None:
+    for option, given in {
+        "--array": submission.array,
+        "--after": submission.after,
+        "--simulate-preemption-after": submission.simulate_preemption_after,
+    }.items():
+        if given:
+            raise ConfigError(f"{option}: backend=local has no queue for it; set backend=slurm")
 
 
 def _refuse_if_in_use(run_dir: str) -> None:

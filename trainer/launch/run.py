@@ -18,8 +18,8 @@ from trainer.config import Config
 from trainer.errors import ConfigError
 from trainer.settings import check_resume, dump_config
 
-_PACKAGE = Path(__file__).parent.parent
-KIT = _PACKAGE / "_kit" if (_PACKAGE / "_kit").is_dir() else _PACKAGE.parent  # slurm/ and k8s/: in a wheel, or in a checkout
+PACKAGE = Path(__file__).parent.parent
+KIT = PACKAGE / "_kit" if (PACKAGE / "_kit").is_dir() else PACKAGE.parent  # slurm/ and k8s/: in a wheel, or in a checkout
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,27 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Submission:
+    """What is to be sent: one config, or those of a job array's tasks, and what is asked for beyond them."""
+
+    configs: list[Config]
+    array: bool = False
+    after: Run | None = None  # a run that has to end well first
+    simulate_preemption_after: float | None = None  # seconds after which the first attempt is warned as by a preemption
+
+    @property
+    def config(self) -> Config:
+        """The config, or that of the first task: all agree in what the scheduler is told."""
+        return self.configs[0]
+
+    def folders(self, run_dir: str) -> dict[str, Config]:
+        """The folder of each run: `run_dir`, or for an array the folders 0, 1, ... below it."""
+        if not self.array:
+            return {run_dir: self.config}
+        return {f"{run_dir}/{number}": config for number, config in enumerate(self.configs)}
+
+
+@dataclass(frozen=True)
 class Status:
     """How a run stands: `state` is pending, running, done, stopped, failed or lost; `detail` is a line for a person."""
 
@@ -76,6 +97,11 @@ class Run:
             raise ConfigError(f"{self.folder}: holds no job.json, so nothing was submitted from it; name a run folder") from None
         except (ValueError, TypeError, KeyError):
             raise ConfigError(f"{path}: is damaged; submit {self.folder}/config.yaml again to go on") from None
+
+    @property
+    def tasks(self) -> list[Run]:
+        """The runs of a job array's tasks; empty for any other run."""
+        return [Run(self.folder / str(number)) for number in range(self.job.get("tasks", 0))]
 
     def keep(self, plan: Plan, job: dict[str, Any]) -> None:
         """Write what was sent, whole or not at all."""
@@ -128,13 +154,14 @@ def new_run_dir(config: Config, make: bool = False) -> str:
 
 
 @contextmanager
-def submission(config: Config, run_dir: str) -> Iterator[None]:
+def locked(submission: Submission, run_dir: str) -> Iterator[None]:
     """One submission at a time into a run folder, and none that its checkpoints would refuse.
 
     Raises:
         ConfigError: another one is going on, or the config cannot go on from the folder's checkpoints.
     """
-    check_resume(config, Path(run_dir))
+    for folder, config in submission.folders(run_dir).items():
+        check_resume(config, Path(folder))
     try:
         Path(run_dir).mkdir(parents=True, exist_ok=True)
         lock = open(Path(run_dir) / ".submit", "w")  # noqa: SIM115 (closed below)
@@ -163,9 +190,11 @@ def write_plan(plan: Plan) -> Run:
     """
     folder = Path(plan.run_dir)
     try:
-        (folder / "logs").mkdir(parents=True, exist_ok=True)
         for name, content in {**plan.files, "plan.txt": plan.text()}.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
             write_whole(folder / name, content)
+            if name.endswith("config.yaml"):
+                (folder / name).with_name("logs").mkdir(exist_ok=True)
     except OSError as error:
         raise ConfigError(f"run_dir={folder}: {error.strerror or error}; choose a folder that can be written") from None
     return Run(folder)

@@ -1,4 +1,5 @@
-"""The Slurm backend: sbatch of slurm/job.sbatch, copied into the run folder as it is; every setting is a flag of sbatch."""
+"""The Slurm backend: sbatch of slurm/job.sbatch, copied into the run folder as it is; every setting is a flag of sbatch or a
+variable that the file names."""
 
 from __future__ import annotations
 
@@ -11,31 +12,35 @@ from pathlib import Path
 
 from trainer.config import Config
 from trainer.errors import ConfigError, ExitCode
-from trainer.launch.run import KIT, Command, Plan, Run, Status, new_run_dir, resolved, submission, write_plan
+from trainer.image import pinned
+from trainer.launch.run import KIT, PACKAGE, Command, Plan, Run, Status, Submission, locked, new_run_dir, resolved, write_plan
 
 TEMPLATE = "job.sbatch"
 _GONE = "Invalid job id"  # squeue's word for a job that the controller has forgotten
+_ACTIVE = ("pending", "running")
 
 
-def plan(config: Config, run_dir: str) -> Plan:
-    """What `submit` sends for a config: pure, nothing is touched."""
-    files = {"config.yaml": resolved(config, run_dir), TEMPLATE: (KIT / "slurm" / TEMPLATE).read_text(encoding="utf-8")}
+def plan(submission: Submission, run_dir: str) -> Plan:
+    """What `submit` sends. Nothing is touched; Slurm is asked only how the run stands that this one is to come after.
+
+    Raises:
+        ConfigError: a path that cannot be mounted, or a run to come after that did not end well.
+    """
+    files = {TEMPLATE: (KIT / "slurm" / TEMPLATE).read_text(encoding="utf-8")}
+    for folder, config in submission.folders(run_dir).items():
+        files[f"{Path(folder).relative_to(run_dir)}/config.yaml".removeprefix("./")] = resolved(config, folder)
+    argv = ["sbatch", "--parsable", *_flags(submission, run_dir), f"{run_dir}/{TEMPLATE}"]
     environ = {
-        "PYTHON": sys.executable,
         "RUN_DIR": run_dir,
-        "MAX_REQUEUES": str(config.slurm.max_requeues),
-        **config.container.env,
+        "MAX_REQUEUES": str(submission.config.slurm.max_requeues),
+        **_image(submission.config, run_dir),
     }
-    argv = ["sbatch", "--parsable", *_flags(config, run_dir), f"{run_dir}/{TEMPLATE}", f"{run_dir}/config.yaml"]
-    return Plan("slurm", run_dir, files, [Command(argv, environ)])
+    if submission.simulate_preemption_after:
+        environ["STOP_AFTER"] = f"{submission.simulate_preemption_after:g}"
+    return Plan("slurm", run_dir, files, [Command(argv, {**submission.config.container.env, **environ})])
 
 
-def render(config: Config, run_dir: str) -> Plan:
-    """The plan that `submit` would send."""
-    return plan(config, run_dir)
-
-
-def submit(config: Config) -> Run:
+def submit(submission: Submission) -> Run:
     """Send the job.
 
     Raises:
@@ -43,21 +48,29 @@ def submit(config: Config) -> Run:
     """
     if shutil.which("sbatch") is None:
         raise ConfigError("backend=slurm: no sbatch on PATH; submit from a login host of the cluster, or set backend=local")
-    run_dir = new_run_dir(config, make=True)
-    with submission(config, run_dir):
-        _refuse_if_in_use(run_dir)
-        made = plan(config, run_dir)
+    run_dir = new_run_dir(submission.config, make=True)
+    with locked(submission, run_dir):
+        folders = submission.folders(run_dir)
+        for folder in {run_dir, *folders}:
+            _refuse_if_in_use(folder)
+        made = plan(submission, run_dir)
         run = write_plan(made)
         (command,) = made.commands
         done = subprocess.run(command.argv, env={**_clean(), **command.environ}, capture_output=True, text=True)
         if done.returncode:
             raise ConfigError(f"sbatch: {' '.join(done.stderr.split()) or 'failed without a word'}; correct the setting it names")
-        run.keep(made, {"job_id": done.stdout.strip().split(";")[0], "user": getpass.getuser()})
+        job = done.stdout.strip().split(";")[0]
+        facts = {"job_id": job, "user": getpass.getuser(), "after": str(submission.after.folder) if submission.after else None}
+        run.keep(made, {**facts, "tasks": len(folders) if submission.array else 0})
+        for number, task in enumerate(run.tasks):
+            task.keep(made, {**facts, "job_id": f"{job}_{number}"})
     return run
 
 
 def status(run: Run) -> Status:
     """How the run stands: while it is in the queue by squeue, afterwards by what the nodes wrote. Needs no accounting."""
+    if run.tasks:
+        return _together([status(task) for task in run.tasks])
     job = run.job["job_id"]
     done = _slurm("squeue", "--noheader", "--job", job, "--format=%T|%r|%N")
     if done.returncode and _GONE not in done.stderr:
@@ -81,8 +94,11 @@ def cancel(run: Run, now: bool = False) -> str:
     return f"killed job {job}" if now else f"asked job {job} to save and stop; see trainer status {run.folder}"
 
 
-def _flags(config: Config, run_dir: str) -> list[str]:
+def _flags(submission: Submission, run_dir: str) -> list[str]:
+    config = submission.config
     resources, slurm = config.resources, config.slurm
+    if submission.array and "array" in slurm.options:
+        raise ConfigError(f"slurm.options.array={slurm.options['array']}: --array numbers the tasks; give one of the two")
     flags: dict[str, str | int | bool | None] = {
         "job-name": config.name,
         "nodes": resources.nodes,
@@ -95,7 +111,10 @@ def _flags(config: Config, run_dir: str) -> list[str]:
         "account": slurm.account,
         "qos": slurm.qos,
         "signal": f"B:USR1@{slurm.signal_seconds}",
-        "output": f"{_escaped(run_dir)}/logs/slurm-%j.log",
+        "array": f"0-{len(submission.configs) - 1}" if submission.array else None,
+        "dependency": _dependency(submission),
+        "kill-on-invalid-dep": "yes" if submission.after else None,
+        "output": f"{_escaped(run_dir)}{'/%a' if submission.array else ''}/logs/slurm-%j.log",
         "export": "ALL",
         **{name.replace("_", "-"): value for name, value in slurm.options.items()},
     }
@@ -108,9 +127,57 @@ def _flags(config: Config, run_dir: str) -> list[str]:
     return found
 
 
+def _image(config: Config, run_dir: str) -> dict[str, str]:
+    """What job.sbatch is told about Python and the image."""
+    container = config.container
+    if container.runtime == "none":
+        return {"PYTHON": sys.executable, "RUNTIME": "none"}
+    for folder in (run_dir, os.getcwd()):
+        if set(":,") & set(folder):
+            raise ConfigError(
+                f"container.runtime={container.runtime}: {folder} has a colon or comma and cannot be mounted; move it"
+            )
+    image = pinned()
+    return {
+        "PYTHON": container.python,
+        "RUNTIME": container.runtime,
+        "IMAGE": container.image or image.name,
+        "IMAGE_CUDA": container.cuda_version or ("" if container.image else image.cuda),
+        "KIT": "" if container.image else str(PACKAGE),
+        "MOUNTS": ",".join(container.mounts),
+        "VARIABLES": ",".join(container.env),
+    }
+
+
+def _dependency(submission: Submission) -> str | None:
+    """sbatch's word for the run that has to end well first; None if there is none or it has."""
+    if submission.after is None:
+        return None
+    name = f"--after {submission.after.folder}"
+    if "dependency" in submission.config.slurm.options:
+        raise ConfigError(f"{name}: slurm.options.dependency is set too; give one of the two")
+    if submission.after.job["backend"] != "slurm":
+        raise ConfigError(f"{name}: is no run on Slurm; name one that is")
+    now = status(submission.after)
+    if now.state not in (*_ACTIVE, "done"):
+        raise ConfigError(f"{name}: has not ended well ({now.detail}); submit it again first")
+    return f"afterok:{submission.after.job['job_id']}" if now.state in _ACTIVE else None
+
+
 def _escaped(path: str) -> str:
     """A path in a file name pattern of sbatch, where % and backslash mean something."""
     return path.replace("\\", "\\\\").replace("%", "%%")
+
+
+def _together(tasks: list[Status]) -> Status:
+    """An array goes on while one of its tasks does, and ends well if all do."""
+    states = [task.state for task in tasks]
+    counted = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    for state in ("running", "pending", "failed", "lost", "stopped"):
+        if state in states:
+            first = tasks[states.index(state)]
+            return Status(state, f"{counted}; {first.detail}" if len(tasks) > 1 else first.detail)
+    return Status("done", counted)
 
 
 def _ended(run: Run, job: str) -> Status:
@@ -125,14 +192,17 @@ def _ended(run: Run, job: str) -> Status:
         return Status("done", f"job {job} ended well")
     if ExitCode.STOPPED in codes:
         return Status("stopped", f"job {job} stopped on request and saved; go on with: trainer submit {run.folder}/config.yaml")
-    return Status("lost", f"job {job} left the queue without a word of its nodes; last line: {run.last_word()}")
+    word = run.last_word()
+    if not word and run.job.get("after"):
+        return Status("lost", f"job {job} never started: it was to come after {run.job['after']}, which did not end well")
+    return Status("lost", f"job {job} left the queue without a word of its nodes; last line: {word}")
 
 
 def _refuse_if_in_use(run_dir: str) -> None:
     run = Run(Path(run_dir))
     if (run.folder / "job.json").exists() and run.job["backend"] == "slurm":
         now = status(run)
-        if now.state in ("pending", "running"):
+        if now.state in _ACTIVE:
             raise ConfigError(f"run_dir={run_dir}: its run is still going on ({now.detail}); cancel it or use another folder")
 
 

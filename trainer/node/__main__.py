@@ -72,6 +72,7 @@ class _Node:
         # Loaded here and not at the top: it brings torch, and the threads of its libraries are counted from the environment.
         rollcall = importlib.import_module("trainer.node.rollcall")
         watch = importlib.import_module("trainer.node.watch")
+        self._check_image()
         waker = signals.Signals()
         deadline = time.monotonic() + self.config.watch.join_seconds
         if listener:
@@ -95,6 +96,13 @@ class _Node:
         if self.node.master_addr == "127.0.0.1" and sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         sys.path.insert(0, os.getcwd())  # targets of the user's own
+
+    def _check_image(self) -> None:
+        torch, wanted = sys.modules["torch"], self.config.container.cuda_version
+        if wanted and wanted != torch.version.cuda:
+            built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU"
+            cause = f"torch {torch.__version__} here is made for {built}, the job wants CUDA {wanted}"
+            raise self.node.fault("B3", cause, "start the image that has it, or correct container.cuda_version (IMAGE_CUDA)")
 
     def _keep_config(self) -> None:
         check_resume(self.config, self.folder.folder)
