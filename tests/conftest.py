@@ -53,6 +53,18 @@ def shared(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         assert wait_until(cluster.idle, 60), cluster.on(LOGIN, "squeue").stdout
 
 
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of `SHORT` with four ranks on this machine, which a cluster has to equal."""
+    from tests.jobs import SHORT, TRAINER, command, overrides  # they bring torch
+    from tests.slurm_jobs import TWO_BY_TWO
+
+    run = tmp_path_factory.mktemp("local") / "run"
+    code, output = command(*TRAINER, "run", *SHORT, *TWO_BY_TWO, overrides(run))
+    assert code == 0, output
+    return run
+
+
 def wait_until(condition: Callable[[], object], seconds: float = 60) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:

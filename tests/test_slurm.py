@@ -26,15 +26,6 @@ from trainer.settings import load_config
 pytestmark = pytest.mark.slurm
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same four ranks on this machine."""
-    run = tmp_path_factory.mktemp("local") / "run"
-    code, output = command(*TRAINER, "run", *SHORT, *TWO_BY_TWO, overrides(run))
-    assert code == 0, output
-    return run
-
-
 def test_submit_trains_on_two_nodes_as_one_machine_does(shared: Path, reference: Path) -> None:
     run = shared / "run"
     job = submit(run, *SHORT, *TWO_BY_TWO)

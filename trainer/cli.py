@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit code. The one place where errors become `error: ...` lines."""
     try:
         _refuse_foreign_trainer()
-        arguments = _parser().parse_args(argv)
+        arguments = _parse(argv)
         return int(arguments.function(arguments) or 0)
     except KitError as error:
         for line in error.lines:
@@ -105,6 +105,17 @@ def schema(arguments: argparse.Namespace) -> None:
 def table(arguments: argparse.Namespace) -> None:
     """Print every setting with its type, default and meaning."""
     print(settings.settings_table())
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    """argparse takes the config in one piece; here options may stand between its parts."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if any(word.startswith("-") for word in rest) or (rest and "config" not in arguments):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.config += rest
+    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:

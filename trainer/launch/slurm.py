@@ -86,11 +86,11 @@ def status(run: Run) -> Status:
 def cancel(run: Run, now: bool = False) -> str:
     """Cancel the job: Slurm gives the ranks its KillWait to save. `now` kills them. Returns a line for the user."""
     job = run.job["job_id"]
+    if status(run).state not in _ACTIVE:
+        return f"job {job} is not running"
     if now:
         _slurm("scancel", "--full", "--signal=KILL", job)
-    done = _slurm("scancel", job)
-    if done.returncode:
-        return f"job {job} is not running"
+    _slurm("scancel", job)
     return f"killed job {job}" if now else f"asked job {job} to save and stop; see trainer status {run.folder}"
 
 

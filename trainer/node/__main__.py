@@ -26,8 +26,18 @@ if TYPE_CHECKING:
 TERMINAL = "TRAINER_TERMINAL_FD"  # tells rank 0 where to draw its progress bar
 
 
+EXIT_CODE_FILE = "TRAINER_EXIT_CODE_FILE"  # where a batch script looks, as srun tells only by which signal it ended the tasks
+
+
 def main(arguments: list[str]) -> int:
     """Run this node to its end; returns the exit code."""
+    _leave(None)
+    code = _main(arguments)
+    _leave(code)
+    return code
+
+
+def _main(arguments: list[str]) -> int:
     try:
         config = load_config(*arguments)
         gpus = config.resources.gpus_per_node if config.training.device == "auto" else 0
@@ -129,10 +139,8 @@ class _Node:
         finally:
             watch.kill()
         self.folder.event("node_end", **facts, exit_code=int(code), fault=fault.line() if fault else None)
-        with suppress(OSError):  # for a batch script, which sees only what srun makes of it
-            (self.folder.folder / "exit_code").write_text(f"{int(code)}\n")
         if fault:
-            self._leave(watch)
+            self._linger(watch)
         for text in watch.last_words:
             say(text)
         if fault:
@@ -140,7 +148,7 @@ class _Node:
         self.guard.close()
         return code
 
-    def _leave(self, watch: Watch) -> None:
+    def _linger(self, watch: Watch) -> None:
         """After a fault: node 0 keeps the store a little longer, so that all can read the verdict."""
         roll = watch.roll
         with suppress(ConnectionError):
@@ -176,6 +184,20 @@ class _Node:
             values = {"{rank}": str(rank), "{local_rank}": str(local_rank), "{world_size}": str(node.world_size)}
             arguments = [_fill(argument, values) for argument in config.entrypoint_args]
         return ranks.Rank(rank, local_rank, config.entrypoint, arguments, environ, f"{name}.log", f"{name}.error.json")
+
+
+def _leave(code: int | None) -> None:
+    """Leave the job's exit code for the batch script: the first that is not 0, but a final one before all others.
+
+    None leaves no more than a sign that this node came up.
+    """
+    if EXIT_CODE_FILE in os.environ:
+        with suppress(OSError), open(os.environ[EXIT_CODE_FILE], "a+", encoding="utf-8") as file:
+            file.seek(0)
+            before = int(file.read().strip() or 0)
+            if code is not None and (not before or (before >= 128 > code > 0)):
+                file.truncate(0)
+                file.write(f"{code}\n")
 
 
 def _warm_up(config: Config) -> None:
