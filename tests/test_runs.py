@@ -67,7 +67,6 @@ def test_the_run_folder_tells_the_whole_run(folder: Path) -> None:
         ".submit",
         "config.yaml",
         "events.jsonl",
-        "exit_code",
         "job.json",
         "logs",
         "logs/attempt-000",

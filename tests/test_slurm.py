@@ -9,9 +9,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from submitit.core.utils import FailedJobError
 
 from tests.conftest import DIGITS, ROOT
-from tests.jobs import SHORT, TRAINER, command, equal, losses, metrics, overrides, saved, wait_until
+from tests.jobs import SHORT, TRAINER, command, equal, losses, metrics, overrides, processes_of, saved, wait_until
 from tests.lab.machines import LOGIN
 from tests.lab.slurm import UID, Cluster
 from tests.slurm_jobs import TWO_BY_TWO, batch_log, follow, let_start_now, queue, slurm, submit
@@ -183,7 +184,9 @@ def test_submit_from_python_gives_the_same_job(shared: Path, reference: Path) ->
     assert job.wait(120).state == "done", batch_log(job.folder)
     assert "step 20/20" in list(job.logs())[-2]
     assert losses(job.folder) == losses(reference) and equal(saved(job.folder), saved(reference))
-    assert job.submitit_job.job_id == job.run.job["job_id"]
+    known = job.submitit_job
+    assert (known.job_id, known.state, known.done(), known.exception()) == (job.run.job["job_id"], "COMPLETED", True, None)
+    assert known.result() == job.status() and "step 20/20" in known.stdout()
     assert Job.of(str(job.folder)).status() == job.status()
 
 
@@ -205,6 +208,10 @@ def test_waiting_needs_no_accounting_and_tells_the_cause(
     with pytest.raises(JobFailedError) as error:
         job.wait(60)
     assert words in str(error.value) and str(error.value).startswith("FAULT C1 host=node"), batch_log(job.folder)
+    known = job.submitit_job
+    assert known.state == "FAILED" and str(known.exception()) == str(error.value)
+    with pytest.raises(FailedJobError, match="FAULT C1"):
+        known.result()
 
 
 def test_preemption_by_a_higher_partition_is_one_save_and_one_requeue(shared: Path, uninterrupted: Path) -> None:
@@ -263,6 +270,42 @@ def test_a_node_that_loses_power_is_requeued_and_the_result_is_the_same(
     let_start_now(job, run)
     assert wait_until(lambda: not queue(job), 90), queue(job)
     assert "resuming at step" in batch_log(run)
+    assert losses(run) == losses(uninterrupted) and equal(saved(run), saved(uninterrupted))
+
+
+def test_a_lost_node_that_comes_back_brings_no_orphan(cluster: Cluster, shared: Path, uninterrupted: Path) -> None:
+    """Its cable is pulled and later plugged in again: what ran there must not run beside the next attempt, nor write its files."""
+    run = shared / "run"
+    job = submit(run, *slow(run, 0.05, resources__nodes=2, resources__ranks_per_node=1))
+    assert wait_until(lambda: metrics(run) and metrics(run)[-1]["step"] >= 7), batch_log(run)
+    before = processes_of(run)
+    cluster.link("node2", "down")
+    try:
+        assert wait_until(lambda: "PENDING" in queue(job), 90), queue(job) + batch_log(run)
+        orphans = set(processes_of(run)) & set(before)
+    finally:
+        cluster.heal("node2")
+    assert orphans, "this test needs the lost node to run on"
+    assert wait_until(lambda: not set(processes_of(run)) & orphans, 60), "what ran there is gone once the node is back"
+    assert wait_until(cluster.idle, 60), slurm("sinfo", "-N")
+    let_start_now(job, run)
+    assert wait_until(lambda: not queue(job), 90), queue(job)
+    assert losses(run) == losses(uninterrupted) and equal(saved(run), saved(uninterrupted))
+
+
+def test_a_storm_of_signals_is_one_save(shared: Path, uninterrupted: Path) -> None:
+    """From before the save until after it, to the steps and to the batch shell."""
+    run = shared / "run"
+    job = submit(run, *slow(run, 0.02, resources__nodes=2, resources__ranks_per_node=1))
+    assert wait_until(lambda: metrics(run) and metrics(run)[-1]["step"] >= 7), batch_log(run)
+    for _ in range(30):
+        slurm("scancel", "--signal=USR1", job)
+        slurm("scancel", "--batch", "--signal=USR1", job)
+        if "ended with" in batch_log(run):
+            break
+    let_start_now(job, run)
+    assert wait_until(lambda: not queue(job), 60), queue(job)
+    assert batch_log(run).count("stopped by") == 1 and batch_log(run).count("requeueing") == 1, batch_log(run)
     assert losses(run) == losses(uninterrupted) and equal(saved(run), saved(uninterrupted))
 
 
