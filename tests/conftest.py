@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.lab.base_image import base_image
+from tests.lab.engine import Engine
+from tests.lab.engine import missing as missing_tools
 from tests.lab.machines import LOGIN
 from tests.lab.slurm import USER, Cluster, missing
 
@@ -51,6 +55,48 @@ def shared(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         for user in ("root", USER):
             cluster.on(LOGIN, "scancel", f"--user={user}")
         assert wait_until(cluster.idle, 60), cluster.on(LOGIN, "squeue").stdout
+
+
+class Docker:
+    """The lab's engine with the project's own image on it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.environ = engine.environ
+        self.base = base_image(engine)
+        self.image = "ddp-job-kit:test"
+        done = self.build("--build-arg", "CUDA_VERSION=none", "--tag", self.image)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def __call__(self, *argv: str, check: bool = True, stdin: str | None = None, **environ: str) -> str:
+        """Run docker; returns what it printed."""
+        done = subprocess.run(
+            ["docker", *argv],
+            env={**os.environ, **self.environ, **environ},
+            capture_output=True,
+            text=True,
+            input=stdin,
+            timeout=280,
+        )
+        assert not check or done.returncode == 0, f"docker {' '.join(argv)}: {done.returncode}\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+    def build(self, *options: str) -> subprocess.CompletedProcess[str]:
+        """Build the project's image on the stand-in base."""
+        argv = ["docker", "build", "--build-arg", f"BASE_IMAGE={self.base}", *options, str(ROOT)]
+        return subprocess.run(argv, env={**os.environ, **self.environ}, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="session")
+def docker() -> Iterator[Docker]:
+    """A container engine for all tests of a session; what it has built is kept for the next."""
+    if os.geteuid():
+        pytest.skip("the container engine of the tests needs root")
+    if absent := missing_tools():
+        pytest.skip(f"not installed: {', '.join(absent)} (make docker-packages)")
+    engine = Engine()
+    engine.up()
+    yield Docker(engine)
+    engine.down()
 
 
 @pytest.fixture(scope="session")

@@ -59,7 +59,7 @@ def test_the_run_folder_tells_the_whole_run(folder: Path) -> None:
     code, output = command(*TRAINER, "submit", str(DIGITS), "training.epochs=2", overrides(run))
     assert code == 0 and f"follow with: trainer logs --follow {run}" in output
     code, output = command(*TRAINER, "logs", "--follow", "--rank", "all", str(run))
-    assert code == 0 and "rank-0000: [" in output and f"{run}: done: ended well" in output, output + logs(run)
+    assert code == 0 and "rank-0000: [" in output and f"{run}: done: the run ended well" in output, output + logs(run)
     names = {str(path.relative_to(run)) for path in run.rglob("*") if "checkpoints" not in path.parts}
     host = os.uname().nodename
     assert names == {
@@ -176,7 +176,7 @@ def test_cancel_and_a_second_submit_of_the_same_run(folder: Path) -> None:
     assert wait_until(lambda: ": stopped: " in command(*TRAINER, "status", str(run))[1], 20), logs(run)
     assert "not running" in command(*TRAINER, "cancel", str(run))[1]
     assert command(*TRAINER, "submit", str(run / "config.yaml"))[0] == 0
-    assert "done: ended well" in command(*TRAINER, "logs", "-f", str(run))[1], logs(run)
+    assert "done: the run ended well" in command(*TRAINER, "logs", "-f", str(run))[1], logs(run)
     assert [step for step, _ in losses(run)] == list(range(1, 51))
 
 
@@ -186,7 +186,7 @@ def test_cancel_now_kills_and_the_status_says_so(folder: Path) -> None:
     assert at_step(run, 2), logs(run)
     assert "killed 1 nodes" in command(*TRAINER, "cancel", "--now", str(run))[1]
     assert wait_until(lambda: not processes_of(run), 10)
-    assert "lost: 1 of 1 nodes ended without a word" in command(*TRAINER, "status", str(run))[1]
+    assert "lost: the run: 1 of 1 nodes ended without a word" in command(*TRAINER, "status", str(run))[1]
 
 
 def test_a_killed_foreground_run_takes_its_nodes_along(folder: Path) -> None:

@@ -79,7 +79,7 @@ def test_four_ranks_and_two_nodes_by_submit(reference: Path, folder: Path) -> No
     code, output = command(*TRAINER, "submit", *SHORT, overrides(run), *four)
     assert code == 0, output
     code, output = command(*TRAINER, "logs", "--follow", str(run))
-    assert code == 0 and "done: ended well" in output, output + logs(run)
+    assert code == 0 and "done: the run ended well" in output, output + logs(run)
     assert "4 ranks on cpu" in output
     assert equal(saved(run), saved(reference), within=1e-6)
 

@@ -155,6 +155,8 @@ class Checkpoint(Section):
 class Watch(Section):
     """Deadlines. They count from the moment the imports are done."""
 
+    parity: Literal["refuse", "warn"] = "refuse"
+    """What to do about nodes that differ in kit, Python, torch, CUDA, config or script."""
     join_seconds: Seconds = 120
     """How long node 0 waits for the other nodes."""
     stall_seconds: Seconds = 180

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer import yaml12
+from trainer import __version__, yaml12
 
 TABLE = Path(__file__).with_name("image.yaml")
 
@@ -14,6 +14,7 @@ TABLE = Path(__file__).with_name("image.yaml")
 class Image:
     """What image.yaml says."""
 
+    kit: str  # name of the image with the kit in it
     base: str
     tag: str
     digest: str
@@ -27,6 +28,11 @@ class Image:
     def name(self) -> str:
         """The image to pull, by its tag."""
         return f"{self.base}:{self.tag}"
+
+    @property
+    def built(self) -> str:
+        """The image that `make image` builds on it, with the kit in it."""
+        return f"{self.kit}:{__version__}-{self.tag}"
 
 
 def pinned() -> Image:

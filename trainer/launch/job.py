@@ -24,7 +24,7 @@ from trainer.errors import ConfigError, ExitCode, KitError
 from trainer.launch.run import Plan, Run, Status, Submission, find_run, new_run_dir
 from trainer.settings import check
 
-BACKENDS = {"local": "trainer.launch.local", "slurm": "trainer.launch.slurm"}
+BACKENDS = {name: f"trainer.launch.{name}" for name in ("local", "slurm", "compose")}
 _ACTIVE = ("pending", "running")
 _POLL_SECONDS = 0.5
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import Config
-from trainer.errors import ConfigError, ExitCode
+from trainer.errors import ConfigError
 from trainer.launch.run import Command, Plan, Run, Status, Submission, locked, new_run_dir, resolved, write_plan
 from trainer.process import die_with_parent, started_at
 
@@ -25,14 +25,14 @@ _LISTENER = "TRAINER_MASTER_FD"  # node 0 gets the bound port itself, so that no
 
 def plan(submission: Submission, run_dir: str) -> Plan:
     """The plan with the port that `submit` would take now."""
-    _refuse_array(submission)
+    submission.refuse_queue()
     with _free_port(run_dir) as listener:
         return _plan(submission.config, run_dir, listener.getsockname()[1])
 
 
 def submit(submission: Submission) -> Run:
     """Start the nodes in the background."""
-    _refuse_array(submission)
+    submission.refuse_queue()
     run, processes = _start(submission.config, new_run_dir(submission.config, make=True), attached=False)
     for process in processes:
         process.returncode = 0  # they go on without us
@@ -69,16 +69,7 @@ def status(run: Run) -> Status:
     alive = [node["pid"] for node in nodes if started_at(node["pid"]) == node["started"]]
     if alive:
         return Status("running", f"{len(alive)} of {len(nodes)} nodes, pids {', '.join(map(str, alive))}")
-    ends = [e for e in run.events() if e["event"] == "node_end" and e["time"] >= job["submitted"]]
-    faults = [end["fault"] for end in ends if end["fault"]]
-    if faults:
-        return Status("failed", str(faults[0]))
-    if len(ends) < len(nodes):
-        lost = f"{len(nodes) - len(ends)} of {len(nodes)} nodes ended without a word"
-        return Status("lost", f"{lost}; the last line of {run.folder}/logs is: {run.last_word()}")
-    if any(end["exit_code"] == ExitCode.STOPPED for end in ends):
-        return Status("stopped", f"stopped on request and saved; go on with: trainer submit {run.folder}/config.yaml")
-    return Status("done", "ended well")
+    return run.outcome("the run")
 
 
 def cancel(run: Run, now: bool = False) -> str:
@@ -106,7 +97,7 @@ def _start(config: Config, run_dir: str, attached: bool) -> tuple[Run, list[subp
         facts: list[dict[str, Any]] = [
             {"node_rank": rank, "pid": process.pid, "started": started_at(process.pid)} for rank, process in enumerate(processes)
         ]
-        run.keep(made, {"processes": facts})
+        run.keep(made, {"nodes": len(facts), "processes": facts})
     return run, processes
 
 
@@ -157,16 +148,6 @@ def _free_port(run_dir: str) -> socket.socket:
         except OSError:
             listener.close()
     raise ConfigError(f"backend=local: no free port from {_FIRST_PORT} to {_FIRST_PORT + _PORTS - 1}; stop other jobs")
-
-
-def _refuse_array(submission: Submission) -> None:
-    for option, given in {
-        "--array": submission.array,
-        "--after": submission.after,
-        "--simulate-preemption-after": submission.simulate_preemption_after,
-    }.items():
-        if given:
-            raise ConfigError(f"{option}: backend=local has no queue for it; set backend=slurm")
 
 
 def _refuse_if_in_use(run_dir: str) -> None:

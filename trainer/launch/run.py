@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import Config
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, ExitCode
 from trainer.settings import check_resume, dump_config
 
 PACKAGE = Path(__file__).parent.parent
@@ -64,6 +64,17 @@ class Submission:
     def config(self) -> Config:
         """The config, or that of the first task: all agree in what the scheduler is told."""
         return self.configs[0]
+
+    def refuse_queue(self) -> None:
+        """For a backend without a queue.
+
+        Raises:
+            ConfigError: something was asked for that only a queue can do.
+        """
+        wanted = {"--array": self.array, "--after": self.after, "--simulate-preemption-after": self.simulate_preemption_after}
+        for option, given in wanted.items():
+            if given:
+                raise ConfigError(f"{option}: backend={self.config.backend} has no queue for it; set backend=slurm")
 
     def folders(self, run_dir: str) -> dict[str, Config]:
         """The folder of each run: `run_dir`, or for an array the folders 0, 1, ... below it."""
@@ -116,6 +127,26 @@ class Run:
             for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
                 with suppress(ValueError):  # a line cut off by a kill
                     yield json.loads(line)
+
+    def outcome(self, who: str) -> Status:
+        """How a run ended, by its nodes' own words; `who` is the job's name in the line for a person."""
+        job = self.job
+        ends = [event for event in self.events() if event["event"] == "node_end" and event["time"] >= job["submitted"]]
+        last = [event for event in ends if event["attempt"] == ends[-1]["attempt"]]  # empty if there are none
+        faults = [event["fault"] for event in last if event["fault"]]
+        codes = {event["exit_code"] for event in last}
+        if faults:
+            return Status("failed", faults[0])
+        if len(last) < job["nodes"]:
+            word = self.last_word()
+            if not last and not word and job.get("after"):
+                return Status("lost", f"{who} never started: it was to come after {job['after']}, which did not end well")
+            return Status(
+                "lost", f"{who}: {job['nodes'] - len(last)} of {job['nodes']} nodes ended without a word; last line: {word}"
+            )
+        if ExitCode.STOPPED in codes:
+            return Status("stopped", f"{who} stopped on request and saved; go on with: trainer submit {self.folder}/config.yaml")
+        return Status("done", f"{who} ended well")
 
     def last_word(self) -> str:
         """The last line of the newest log of a node or batch job: why a run ended that left no other word."""

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from trainer.config import Config
-from trainer.errors import ConfigError, ExitCode
+from trainer.errors import ConfigError
 from trainer.image import pinned
 from trainer.launch.run import KIT, PACKAGE, Command, Plan, Run, Status, Submission, locked, new_run_dir, resolved, write_plan
 
@@ -60,7 +60,8 @@ def submit(submission: Submission) -> Run:
         if done.returncode:
             raise ConfigError(f"sbatch: {' '.join(done.stderr.split()) or 'failed without a word'}; correct the setting it names")
         job = done.stdout.strip().split(";")[0]
-        facts = {"job_id": job, "user": getpass.getuser(), "after": str(submission.after.folder) if submission.after else None}
+        after = str(submission.after.folder) if submission.after else None
+        facts = {"job_id": job, "user": getpass.getuser(), "nodes": submission.config.resources.nodes, "after": after}
         run.keep(made, {**facts, "tasks": len(folders) if submission.array else 0})
         for number, task in enumerate(run.tasks):
             task.keep(made, {**facts, "job_id": f"{job}_{number}"})
@@ -80,7 +81,7 @@ def status(run: Run) -> Status:
         if state == "PENDING":
             return Status("pending", f"job {job} waits: {reason}")
         return Status("running", f"job {job} {state.lower()} on {nodes}")
-    return _ended(run, job)
+    return run.outcome(f"job {job}")
 
 
 def cancel(run: Run, now: bool = False) -> str:
@@ -178,24 +179,6 @@ def _together(tasks: list[Status]) -> Status:
             first = tasks[states.index(state)]
             return Status(state, f"{counted}; {first.detail}" if len(tasks) > 1 else first.detail)
     return Status("done", counted)
-
-
-def _ended(run: Run, job: str) -> Status:
-    """A job that left the queue, by the nodes' own verdict."""
-    ends = [event for event in run.events() if event["event"] == "node_end" and event["time"] >= run.job["submitted"]]
-    last = [event for event in ends if event["attempt"] == ends[-1]["attempt"]]  # empty if there are none
-    faults = [event["fault"] for event in last if event["fault"]]
-    codes = {event["exit_code"] for event in last}
-    if faults:
-        return Status("failed", faults[0])
-    if codes == {ExitCode.DONE}:
-        return Status("done", f"job {job} ended well")
-    if ExitCode.STOPPED in codes:
-        return Status("stopped", f"job {job} stopped on request and saved; go on with: trainer submit {run.folder}/config.yaml")
-    word = run.last_word()
-    if not word and run.job.get("after"):
-        return Status("lost", f"job {job} never started: it was to come after {run.job['after']}, which did not end well")
-    return Status("lost", f"job {job} left the queue without a word of its nodes; last line: {word}")
 
 
 def _refuse_if_in_use(run_dir: str) -> None:

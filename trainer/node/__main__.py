@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from trainer import targets
 from trainer.config import TRAIN, Config
-from trainer.errors import ERROR_FILE, ExitCode, FaultError, KitError
-from trainer.node import ranks, rendezvous, signals
+from trainer.errors import ERROR_FILE, ConfigError, ExitCode, FaultError, KitError
+from trainer.node import parity, ranks, rendezvous, signals
 from trainer.node.guard import Guard
 from trainer.node.identity import Identity, identify
 from trainer.node.logs import RunFolder, say
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 TERMINAL = "TRAINER_TERMINAL_FD"  # tells rank 0 where to draw its progress bar
 
 
+HEALTH_FILE = "TRAINER_HEALTH_FILE"  # touched while this node lives, for the health check of a container
 EXIT_CODE_FILE = "TRAINER_EXIT_CODE_FILE"  # where a batch script looks, as srun tells only by which signal it ended the tasks
 
 
@@ -83,14 +84,18 @@ class _Node:
         rollcall = importlib.import_module("trainer.node.rollcall")
         watch = importlib.import_module("trainer.node.watch")
         self._check_image()
-        waker = signals.Signals()
+        waker = signals.Signals(os.environ.get(HEALTH_FILE))
         deadline = time.monotonic() + self.config.watch.join_seconds
         if listener:
             rollcall.serve(listener, self.guard.forget)
             self._keep_config()
         try:
             rendezvous.reach(node, deadline, waker.pause)
-            roll = rollcall.join(node, rollcall.connect(node), self.folder.attempts(), deadline, say, waker.pause)
+            script = Path(self.config.entrypoint) if self.config.entrypoint != TRAIN else None
+            facts = parity.facts(dump_config(self.config), script, sys.modules["torch"])
+            may_differ = self.config.watch.parity == "warn"
+            store = rollcall.connect(node)
+            roll = rollcall.join(node, store, self.folder.attempts(), deadline, say, waker.pause, facts, may_differ)
         except signals.StopRequest as stop:
             say(f"[{node.host}] {stop}: stopped before the ranks were started")
             return ExitCode.STOPPED
@@ -204,15 +209,23 @@ def _warm_up(config: Config) -> None:
     """Import once what every rank needs, so that forked ranks start in a moment. Nothing here may touch CUDA.
 
     Raises:
-        ConfigError: a target does not exist: no rank starts then.
+        ConfigError: a target does not exist, or a library of the kit's: no rank starts then.
     """
-    importlib.import_module("torch")
+    _bring("torch")
     if config.entrypoint == TRAIN:
-        importlib.import_module(f"{TRAIN}.__main__")
+        _bring(f"{TRAIN}.__main__")
         del sys.modules[f"{TRAIN}.__main__"]  # each rank runs it as its own __main__; what it imported stays warm
         importlib.import_module("torch._dynamo")  # the DDP constructor loads it
         for name in ("model", "data", "loss", "optimizer"):
             targets.resolve(name, getattr(config, name).target)
+
+
+def _bring(name: str) -> None:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        remedy = "pip install 'ddp-job-kit[train]' there, or use the kit's image"
+        raise ConfigError(f"{sys.executable}: has no module {error.name}; {remedy}") from None
 
 
 def _with_port(node: Identity, port: int) -> Identity:

@@ -6,16 +6,22 @@ import json
 import os
 import signal
 import socket
+import stat
+import struct
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
 from trainer.errors import ExitCode, Fault
+from trainer.node import parity
 from trainer.node.identity import Identity
 from trainer.node.signals import STOP_SIGNALS
 from trainer.process import die_with_parent
@@ -34,6 +40,7 @@ class Roll:
     node: Identity
     store: Store
     attempt: int = 0
+    lost: bool = False  # node 0 has left a request unanswered: no second one waits for it
 
     def report(self, fault: Fault) -> Fault:
         """Report a fault; returns the job's fault, which is the first that anyone reported."""
@@ -76,11 +83,13 @@ class Roll:
     def _fault(answer: bytes) -> Fault:
         return Fault.from_json(answer.decode())
 
-    @staticmethod
-    def _ask(request: Callable[[], _Answer]) -> _Answer:
+    def _ask(self, request: Callable[[], _Answer]) -> _Answer:
+        if self.lost:
+            raise ConnectionError("node 0 does not answer")
         try:
             return request()
         except (DistError, RuntimeError) as error:
+            self.lost = True
             raise ConnectionError(str(error)) from None
 
 
@@ -107,8 +116,29 @@ def serve(listener: socket.socket, in_child: Callable[[], None]) -> int:
 def connect(node: Identity) -> Store:
     """This node's line to the store."""
     timeout = timedelta(seconds=_STORE_SECONDS)
+    before = _sockets()
     store = TCPStore(node.master_addr, node.master_port, is_master=False, timeout=timeout, wait_for_workers=False)
+    for fd in _sockets() - before:
+        _limit(fd)
     return PrefixStore("nodes", store)
+
+
+def _sockets() -> set[int]:
+    """The sockets that this process has open, where /proc tells."""
+    found = set()
+    for path in Path("/proc/self/fd").iterdir() if sys.platform == "linux" else []:
+        with suppress(OSError):  # the listing's own is closed again
+            if stat.S_ISSOCK(os.fstat(int(path.name)).st_mode):
+                found.add(int(path.name))
+    return found
+
+
+def _limit(fd: int) -> None:
+    """Let a request end that is never answered. The store's client waits for ever for a node 0 that is frozen or cut off."""
+    limit = struct.pack("ll", int(_STORE_SECONDS), 0)  # a struct timeval
+    with socket.socket(fileno=os.dup(fd)) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
 def join(
@@ -118,6 +148,8 @@ def join(
     deadline: float,
     say: Callable[[str], None],
     pause: Callable[[float], None] = time.sleep,
+    facts: Mapping[str, str] | None = None,
+    may_differ: bool = False,
 ) -> Roll:
     """Report in and wait for node 0's verdict.
 
@@ -126,12 +158,14 @@ def join(
         deadline: time.monotonic() at which node 0 stops waiting.
         say: told every 15 s who is missing.
         pause: sleeps between looks; what it raises ends the wait.
+        facts: what has to be the same on every node.
+        may_differ: only warn where it is not.
 
     Raises:
-        FaultError: somebody is missing, or two nodes claim one rank; the same on every node that came.
+        FaultError: somebody is missing or differs, or two nodes claim one rank; the same on every node that came.
     """
     roll = Roll(node, store, attempt)
-    claim = json.dumps({"host": node.host, "pid": os.getpid()})
+    claim = json.dumps({"host": node.host, "pid": os.getpid(), "facts": dict(facts or {})})
     holder = store.compare_set(f"node/{node.node_rank}", "", claim).decode()
     if holder != claim:
         other = json.loads(holder)
@@ -141,7 +175,7 @@ def join(
         fault = node.fault("A11", cause, "give each node a PET_NODE_RANK of its own").fault
         store.compare_set("verdict", "", roll.report(fault).to_json())
     if node.node_rank == 0:
-        _decide(roll, deadline, say, pause)
+        _decide(roll, deadline, say, pause, may_differ)
     # Node 0 decides by its own clock; the others give it some seconds more before they call it lost.
     while not roll._ask(lambda: store.check(["verdict"])):
         if time.monotonic() > deadline + _STORE_SECONDS:
@@ -157,7 +191,7 @@ def join(
     return roll
 
 
-def _decide(roll: Roll, deadline: float, say: Callable[[str], None], pause: Callable[[float], None]) -> None:
+def _decide(roll: Roll, deadline: float, say: Callable[[str], None], pause: Callable[[float], None], may_differ: bool) -> None:
     """Node 0: wait for all, then give the verdict."""
     node, store = roll.node, roll.store
     missing = list(range(1, node.nnodes))
@@ -172,13 +206,27 @@ def _decide(roll: Roll, deadline: float, say: Callable[[str], None], pause: Call
         if missing:
             pause(_POLL_SECONDS)
     if not missing:
-        store.compare_set("verdict", "", f"{_GO}{roll.attempt}")
+        differs = _compare(roll)
+        if differs and may_differ:
+            say(f"warning: {differs.cause}; going on, as watch.parity=warn says")
+        store.compare_set("verdict", "", differs.to_json() if differs and not may_differ else f"{_GO}{roll.attempt}")
         return
     waited = time.monotonic() - started
     cause = f"{node.nnodes - len(missing)} of {node.nnodes} nodes joined in {waited:.0f} s; missing: node rank {_list(missing)}"
     fix = "look at the missing nodes' logs; a node that is slow to start needs a larger watch.join_seconds"
     fault = Fault("A12", node.host, cause, fix, ExitCode.JOIN, node_rank=missing[0])
     store.compare_set("verdict", "", fault.to_json())
+
+
+def _compare(roll: Roll) -> Fault | None:
+    """The fault of the node that is not like the others, if there is one."""
+    claims = {rank: json.loads(roll.store.get(f"node/{rank}")) for rank in range(roll.node.nnodes)}
+    found = parity.difference({rank: (claim["host"], claim["facts"]) for rank, claim in claims.items()})
+    if found is None:
+        return None
+    code, cause, rank = found
+    fix = "start the same image, code and config on every node, or let them differ with watch.parity=warn"
+    return Fault(code, claims[rank]["host"], cause, fix, ExitCode.REFUSED, node_rank=rank)
 
 
 def _list(numbers: list[int]) -> str:

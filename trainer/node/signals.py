@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import selectors
 import signal
+import time
 from contextlib import suppress
+from pathlib import Path
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -20,8 +22,13 @@ class StopRequest(Exception):  # noqa: N818 (it is no error)
 class Signals:
     """Catches the stop signals and the ends of children; wakes the watch at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, health_file: str | None = None) -> None:
+        """
+        Args:
+            health_file: touched whenever there is waiting, so that its age tells a process that lives from one that hangs.
+        """
         self.waiting: list[signal.Signals] = []
+        self._health_file, self._touched = health_file, 0.0
         self.reader, writer = os.pipe()
         for end in (self.reader, writer):
             os.set_blocking(end, False)
@@ -35,6 +42,10 @@ class Signals:
 
     def wait(self, seconds: float) -> None:
         """Sleep, but no longer than to the next signal."""
+        if self._health_file and time.monotonic() > self._touched + 1:
+            self._touched = time.monotonic()
+            with suppress(OSError):
+                Path(self._health_file).touch()
         if self._selector.select(seconds):
             with suppress(BlockingIOError):
                 os.read(self.reader, 4096)

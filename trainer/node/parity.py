@@ -1,0 +1,62 @@
+"""What must be the same on all nodes of a job: each tells it when it reports in, and node 0 names the odd one out."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer import __version__
+
+# The catalogue's kinds: nodes with other software, or with another config or script.
+_CODES = {"config": "B4", "entrypoint": "B4"}
+
+
+def facts(config: str, entrypoint: Path | None, torch: Any) -> dict[str, str]:
+    """This node's side: item -> value, as a person would name both.
+
+    Args:
+        config: the resolved config's text.
+        entrypoint: the user's own script, if there is one.
+        torch: the module, which the caller has loaded.
+    """
+    found = {
+        "kit": f"{__version__} ({_digest(*sorted(Path(__file__).parents[1].rglob('*.py')))})",
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "torch": str(torch.__version__),
+        "CUDA": torch.version.cuda or "none",
+        "config": hashlib.sha256(config.encode()).hexdigest()[:12],
+    }
+    return {**found, "entrypoint": _digest(entrypoint)} if entrypoint else found
+
+
+def difference(nodes: Mapping[int, tuple[str, Mapping[str, str]]]) -> tuple[str, str, int] | None:
+    """The first item in which nodes differ: the fault's code, its cause, and the rank of the first odd node; None if all agree.
+
+    Args:
+        nodes: node rank -> (host, facts).
+    """
+    for item in nodes[min(nodes)][1]:
+        values = {rank: told.get(item, "nothing") for rank, (_, told) in nodes.items()}
+        counted = Counter(values.values()).most_common()
+        if len(counted) == 1:
+            continue
+        usual, times = counted[0]
+        odd = [rank for rank, value in values.items() if value != usual]
+        holder = next(rank for rank, value in values.items() if value == usual)
+        others = f"{times} others {usual}" if times > 1 else f"node {holder} ({nodes[holder][0]}) {usual}"
+        more = f", {len(odd) - 1} more differ too" if len(odd) > 1 else ""
+        first = odd[0]
+        cause = f"{item}: node {first} ({nodes[first][0]}) has {values[first]}, {others}{more}"
+        return _CODES.get(item, "B1"), cause, first
+    return None
+
+
+def _digest(*files: Path) -> str:
+    total = hashlib.sha256()
+    for file in files:
+        total.update(file.read_bytes() if file.is_file() else b"missing")
+    return total.hexdigest()[:12]
