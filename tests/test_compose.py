@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -191,6 +192,26 @@ def test_docker_stop_saves_within_the_grace_period(project: Project) -> None:
     assert {code for _, code in project.states().values()} == {160}, project("logs")
     last = metrics(project.run)[-1]["step"]
     assert (project.run / "checkpoints" / "latest").resolve().name == f"step-{last:08d}"
+
+
+def test_make_smoke_says_how_it_went_and_leaves_nothing(docker: Docker) -> None:
+    code, output = command("make", "smoke", IMAGE=docker.image, CONFIG="configs/digits.yaml", **docker.environ)
+    assert code == 0 and "98.61%" in output and "node1 ended with 0" in output, output
+    assert not docker("ps", "--all", "--quiet", "--filter", "name=ddp-job-kit") and not docker("volume", "ls", "--quiet")
+
+
+def test_without_an_engine_make_smoke_says_what_it_does_instead(docker: Docker, folder: Path) -> None:
+    settings = f"SET=training.max_steps=3 {overrides(folder.parent / 'run')}"
+    code, output = command("make", "smoke", settings, "VENV=" + str(Path(TRAINER[0]).parents[1]), DOCKER_HOST="unix:///nowhere")
+    assert code == 0 and "no container engine with compose answers here: two nodes run as plain processes" in output, output
+
+
+def test_make_image_says_what_it_has_built(docker: Docker) -> None:
+    environ = {"IMAGE": docker.image, "BASE_IMAGE": docker.base, "CUDA_VERSION": "none", **docker.environ}
+    code, output = command("make", "image", **environ)
+    assert code == 0, output
+    assert re.search(rf"{docker.image}: \d+ bytes in \d+ layers, user 10001:10001\nddp-job-kit 0\.1\.0\nPython 3\.", output), output
+    assert "torch 2.13.0+cpu" in output
 
 
 def test_the_compose_backend_runs_any_config_on_any_number_of_nodes(
