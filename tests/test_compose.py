@@ -210,7 +210,9 @@ def test_make_image_says_what_it_has_built(docker: Docker) -> None:
     environ = {"IMAGE": docker.image, "BASE_IMAGE": docker.base, "CUDA_VERSION": "none", **docker.environ}
     code, output = command("make", "image", **environ)
     assert code == 0, output
-    assert re.search(rf"{docker.image}: \d+ bytes in \d+ layers, user 10001:10001\nddp-job-kit 0\.1\.0\nPython 3\.", output), output
+    assert re.search(rf"{docker.image}: \d+ bytes in \d+ layers, user 10001:10001\nddp-job-kit 0\.1\.0\nPython 3\.", output), (
+        output
+    )
     assert "torch 2.13.0+cpu" in output
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from trainer import targets
 from trainer.config import TRAIN, Config
 from trainer.errors import ERROR_FILE, ConfigError, ExitCode, FaultError, KitError
-from trainer.node import parity, ranks, rendezvous, signals
+from trainer.node import parity, ranks, rendezvous, signals, software
 from trainer.node.guard import Guard
 from trainer.node.identity import Identity, identify
 from trainer.node.logs import RunFolder, say
@@ -83,7 +83,7 @@ class _Node:
         # Loaded here and not at the top: it brings torch, and the threads of its libraries are counted from the environment.
         rollcall = importlib.import_module("trainer.node.rollcall")
         watch = importlib.import_module("trainer.node.watch")
-        self._check_image()
+        self._check_software()
         waker = signals.Signals(os.environ.get(HEALTH_FILE))
         deadline = time.monotonic() + self.config.watch.join_seconds
         if listener:
@@ -112,12 +112,15 @@ class _Node:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         sys.path.insert(0, os.getcwd())  # targets of the user's own
 
-    def _check_image(self) -> None:
+    def _check_software(self) -> None:
         torch, wanted = sys.modules["torch"], self.config.container.cuda_version
-        if wanted and wanted != torch.version.cuda:
-            built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU"
-            cause = f"torch {torch.__version__} here is made for {built}, the job wants CUDA {wanted}"
-            raise self.node.fault("B3", cause, "start the image that has it, or correct container.cuda_version (IMAGE_CUDA)")
+        cause = software.cuda_problem(wanted, torch.__version__, torch.version.cuda) if wanted else None
+        fix = "start the image that has it, or correct container.cuda_version (IMAGE_CUDA)"
+        if cause is None and self.config.resources.gpus_per_node:
+            cause = software.driver_problem(torch.version.cuda, os.environ.get("_CUDA_COMPAT_STATUS", ""))
+            fix = "install a newer driver on this machine, or start an image for an older CUDA version"
+        if cause:
+            raise self.node.fault("B3", cause, fix)
 
     def _keep_config(self) -> None:
         check_resume(self.config, self.folder.folder)
