@@ -54,3 +54,14 @@ def follow(run: Path) -> str:
 
 def batch_log(run: Path) -> str:
     return "".join(path.read_text() for path in run.glob("logs/slurm-*.log"))
+
+
+def exit_code(run: Path) -> int | None:
+    """What the batch job's last attempt ended with, by the run's own record."""
+    path = run / "events.jsonl"
+    ends = (
+        [event for event in map(json.loads, path.read_text().splitlines()) if event["event"] == "job_end"]
+        if path.exists()
+        else []
+    )
+    return int(ends[-1]["exit_code"]) if ends else None

@@ -71,7 +71,7 @@ def test_modules_import_at_the_top_and_stay_in_their_room(path: Path) -> None:
         assert not room_of(names, *(room for room in ROOMS if room != own))
 
 
-FIND = "import trainer, trainer.launch.run as r; print(trainer.__file__); print(r.KIT); print(sorted(p.name for p in (r.KIT / 'slurm').iterdir()), (r.KIT / 'k8s').is_dir())"
+FIND = "import trainer, trainer.launch.plan as r; print(trainer.__file__); print(r.KIT); print(sorted(p.name for p in (r.KIT / 'slurm').iterdir()), (r.KIT / 'k8s').is_dir())"
 
 
 def find_from(place: Path | None, cwd: Path) -> list[str]:

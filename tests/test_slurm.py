@@ -15,12 +15,12 @@ from tests.conftest import DIGITS, ROOT
 from tests.jobs import SHORT, TRAINER, command, equal, losses, metrics, overrides, processes_of, saved, wait_until
 from tests.lab.machines import LOGIN
 from tests.lab.slurm import UID, Cluster
-from tests.slurm_jobs import TWO_BY_TWO, batch_log, follow, let_start_now, queue, slurm, submit
+from tests.slurm_jobs import TWO_BY_TWO, batch_log, exit_code, follow, let_start_now, queue, slurm, submit
 from tests.test_runs import SCRIPT, slow
 from trainer.errors import ExitCode
 from trainer.launch.job import Job, JobFailedError
 from trainer.launch.job import submit as submit_job
-from trainer.launch.run import Submission, write_plan
+from trainer.launch.plan import Submission, write_plan
 from trainer.launch.slurm import plan
 from trainer.settings import load_config
 
@@ -64,7 +64,7 @@ def test_sbatch_by_hand_gives_the_same_job(shared: Path, reference: Path) -> Non
     job = done.stdout.strip()
     assert wait_until(lambda: not queue(job), 90), done.stderr
     run = shared / "runs" / f"by-hand-{job}"
-    assert (run / "exit_code").read_text() == "0\n", (shared.parent / f"{job}.log").read_text()
+    assert exit_code(run) == 0, (shared.parent / f"{job}.log").read_text()
     assert losses(run) == losses(reference) and equal(saved(run), saved(reference))
 
 
@@ -168,11 +168,11 @@ def test_a_failing_task_ends_the_job_soon_and_for_good(what: str, rank: int, cod
     found, output = command(*TRAINER, "submit", "run.yaml", overrides(run), cwd=shared)
     assert found == 0, output
     job = str(json.loads((run / "job.json").read_text())["job_id"])
-    assert wait_until(lambda: (run / "exit_code").exists(), 60), batch_log(run)
+    assert wait_until(lambda: exit_code(run) is not None, 60), batch_log(run)
     assert wait_until(lambda: not queue(job), 10), "the whole job is over within 10 s"
     lines = [line for line in batch_log(run).splitlines() if line.startswith("FAULT ")]
     assert lines and all(line.startswith(f"FAULT C1 host=node{rank + 1} rank={rank}: {words}") for line in lines), batch_log(run)
-    assert (run / "exit_code").read_text() == f"{int(code)}\n"
+    assert exit_code(run) == code
     assert "requeueing" not in batch_log(run)
     assert f"ExitCode={int(code)}:0" in slurm("scontrol", "show", "job", job)
     assert f"failed: {lines[0]}" in command(*TRAINER, "status", str(run))[1]

@@ -18,10 +18,10 @@ import pytest
 from tests.conftest import DIGITS, ROOT, wait_until
 from tests.jobs import SHORT, TRAINER, command, equal, losses, overrides, saved
 from tests.lab.slurm import Cluster
-from tests.slurm_jobs import TWO_BY_TWO, batch_log, follow, queue, slurm, submit
+from tests.slurm_jobs import TWO_BY_TWO, batch_log, exit_code, follow, queue, slurm, submit
 from trainer.errors import ConfigError, ExitCode
 from trainer.image import pinned
-from trainer.launch.run import Submission
+from trainer.launch.plan import Submission
 from trainer.launch.slurm import plan
 from trainer.settings import load_config
 
@@ -77,19 +77,20 @@ def probe(shared: Path, *settings: str) -> list[dict[str, Any]]:
     assert code == 0, output
     job = str(json.loads((run / "job.json").read_text())["job_id"])
     assert wait_until(lambda: not queue(job), 90), queue(job)
-    assert (run / "exit_code").read_text() == "0\n", batch_log(run)
+    assert exit_code(run) == 0, batch_log(run)
     return [json.loads((shared / f"seen-{rank}.json").read_text()) for rank in (0, 1)]
 
 
 def test_nodes_run_in_the_image_and_its_variables_do_not_win(image: list[str], shared: Path, cuda: str) -> None:
     wanted = [f"container.cuda_version='{cuda}'"] if cuda else ["container.image=nvcr.io/nvidia/pytorch:26.09-py3"]
-    seen = probe(shared, *image, *wanted, "container.env={WANDB_MODE: offline}")
+    seen = probe(shared, *image, *wanted, "container.env={WANDB_MODE: offline, PATH: '/opt/bin:/usr/bin:/bin:/nowhere'}")
     for rank, told in enumerate(seen):
         assert told["image"] and told["cwd"] == str(shared) and told["data"] == ["set"] and told["shm"], told
         assert (told["PET_NNODES"], told["PET_NODE_RANK"], told["PET_MASTER_ADDR"]) == ("2", str(rank), "node1")
         assert told["WANDB_MODE"] == "offline" and told["NCCL_DEBUG"] == "image", "only what is named beats the image"
         assert told["memlock"][0] == told["memlock"][1] and told["PYTHONNOUSERSITE"] == "1" and told["world"] == "2"
     if cuda:
+        assert all(told["PYTHONPATH"] == "/opt/ddp-job-kit:/nowhere" for told in seen), "the image's own comes after"
         assert all(told["kit"].startswith("/opt/ddp-job-kit/trainer/") for told in seen), "the pinned image has the kit mounted"
     assert f"image nvcr.io#nvidia/pytorch:{pinned().tag} by pyxis" in batch_log(shared / "run")
 
@@ -122,7 +123,7 @@ RECORDER = r"""#!/usr/bin/env python3
 # Records its argv, then runs what comes after the image as the node's own process.
 import json, os, sys
 words = sys.argv[1:]
-names = ["NCCL_DEBUG", "WANDB_MODE", "APPTAINERENV_WANDB_MODE", "APPTAINERENV_PET_NODE_RANK", "PYTHONNOUSERSITE"]
+names = ["NCCL_DEBUG", "ON_NODE_WANDB_MODE", "ON_NODE_PET_NODE_RANK", "ON_NODE_PYTHONNOUSERSITE"]
 seen = {"argv": [os.path.basename(sys.argv[0]), *words], "env": {name: os.environ.get(name) for name in names}}
 with open(f"{os.environ['RUN_DIR']}/called-{os.environ['SLURM_NODEID']}", "a") as file:
     file.write(json.dumps(seen) + "\n")
@@ -186,16 +187,22 @@ def test_other_runtimes_are_called_as_their_manuals_say(runtime: str, shared: Pa
         first, *rest = [json.loads(line) for line in (run / f"called-{node}").read_text().splitlines()]
         argv, env = first["argv"], first["env"]
         start, after = argv[: argv.index(named)], argv[argv.index(named) + 1 :]
-        assert (env["NCCL_DEBUG"], env["WANDB_MODE"], env["PYTHONNOUSERSITE"]) == ("WARN", "offline", "1")
-        shell = ["sh", "-c", 'cd "$0" && exec "$@"', str(shared)] if runtime == "enroot" else []
+        assert env == {
+            "NCCL_DEBUG": "WARN",
+            "ON_NODE_WANDB_MODE": "offline",
+            "ON_NODE_PET_NODE_RANK": str(node),
+            "ON_NODE_PYTHONNOUSERSITE": "1",
+        }
         node_argv = [sys.executable, "-m", "trainer", "node", f"{run}/config.yaml", overrides_in_sh(run), "resources.nodes=2"]
-        assert after == shell + node_argv
+        assert after[:2] == ["bash", "-c"] and after[3:] == ["node", *node_argv]
         assert not any("SECRET" in word or "offline" in word for word in argv), "no value on a command line"
         job = json.loads((run / "job.json").read_text())["job_id"]
         if runtime in ("docker", "podman"):
             assert {"--network=host", "--ipc=host", "--rm", f"--name=trainer-{job}-0-{node}", f"--workdir={shared}"} <= set(start)
             assert {f"--volume={shared}:{shared}", "--volume=/usr:/data:ro"} <= set(start)
-            assert {"--env=PET_NODE_RANK", "--env=WANDB_MODE", "--env=NCCL_DEBUG", "--env=SLURM_JOB_ID"} <= set(start)
+            assert {"--env=ON_NODE_PET_NODE_RANK", "--env=ON_NODE_WANDB_MODE", "--env=NCCL_DEBUG", "--env=SLURM_JOB_ID"} <= set(
+                start
+            )
             assert [call["argv"] for call in rest] == [[runtime, "rm", "--force", f"trainer-{job}-0-{node}"]]
         if runtime == "docker":
             assert {"--ulimit=memlock=-1", '--gpus="device=0,1"', f"--user={os.getuid()}:{os.getgid()}"} <= set(start)
@@ -203,11 +210,10 @@ def test_other_runtimes_are_called_as_their_manuals_say(runtime: str, shared: Pa
             assert {"--ulimit=host", "--device=nvidia.com/gpu=0", "--device=nvidia.com/gpu=1", "--userns=keep-id"} <= set(start)
         if runtime == "apptainer":
             assert {"--nv", f"--bind={shared}:{shared}", "--bind=/usr:/data:ro", f"--pwd={shared}"} <= set(start)
-            assert (env["APPTAINERENV_WANDB_MODE"], env["APPTAINERENV_PET_NODE_RANK"]) == ("offline", str(node))
         if runtime == "enroot":
             assert f"--mount={shared}:{shared}:none:x-create=auto,rbind,rw" in start
             assert "--mount=/usr:/data:none:x-create=auto,rbind,ro" in start
-            assert {"--env=PET_NODE_RANK", "--env=WANDB_MODE", "--env=CUDA_VISIBLE_DEVICES"} <= set(start)
+            assert {"--env=ON_NODE_PET_NODE_RANK", "--env=ON_NODE_WANDB_MODE", "--env=CUDA_VISIBLE_DEVICES"} <= set(start)
 
 
 @pytest.mark.parametrize(
@@ -222,6 +228,7 @@ def test_other_runtimes_are_called_as_their_manuals_say(runtime: str, shared: Pa
         (["container.image='a b'"], "container.image=a b"),
         (["container.cuda_version='13'"], "container.cuda_version="),
         (["container.env={A-B: x}"], "container.env.A-B"),
+        (["container.env={PET_NNODES: '3'}"], "container.env.PET_NNODES=3: is set by the kit"),
     ],
 )
 def test_settings_of_an_image_are_checked(settings: list[str], words: str) -> None:

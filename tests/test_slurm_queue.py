@@ -14,7 +14,7 @@ from tests.conftest import ROOT, wait_until
 from tests.jobs import SHORT, TRAINER, command, equal, logs, losses, metrics, overrides, saved
 from tests.lab.machines import LOGIN
 from tests.lab.slurm import UID, USER, Cluster
-from tests.slurm_jobs import TWO_BY_TWO, batch_log, follow, let_start_now, queue, slurm, submit
+from tests.slurm_jobs import TWO_BY_TWO, batch_log, exit_code, follow, let_start_now, queue, slurm, submit
 from tests.test_runs import slow
 from trainer.errors import ConfigError
 from trainer.launch.job import JobFailedError, submit_array, variants
@@ -131,7 +131,7 @@ def test_a_job_sent_from_inside_another_one(cluster: Cluster, shared: Path) -> N
         text=True,
     )
     told = "".join(path.read_text() for path in shared.glob("slurm-*.log"))
-    assert done.returncode == 0 and (run / "exit_code").read_text() == "0\n", done.stderr + told
+    assert done.returncode == 0 and exit_code(run) == 0, done.stderr + told
     assert "exclusive" not in told
 
 

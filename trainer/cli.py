@@ -12,6 +12,7 @@ from trainer import __version__, settings
 from trainer.config import Config
 from trainer.errors import ConfigError, ExitCode, KitError
 from trainer.launch import job as jobs
+from trainer.launch import plan as plans
 from trainer.launch import run as runs
 
 _INTERRUPTED = 130  # what a shell says of Ctrl-C
@@ -65,9 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
     if config.backend != "local":
         config = config.model_copy(update={"backend": "local"})
         settings.check(config)
-    run_dir = runs.new_run_dir(config, make=True)
+    run_dir = plans.new_run_dir(config, make=True)
     print(f"run folder: {_short(Path(run_dir))}", file=sys.stderr)
-    return int(jobs.backend("local").run_here(config, run_dir))
+    return int(runs.backend("local").run_here(config, run_dir))
 
 
 def node(arguments: argparse.Namespace) -> int:
@@ -175,10 +176,10 @@ def _rank(text: str) -> str:
     return text
 
 
-def _submission(arguments: argparse.Namespace) -> runs.Submission:
+def _submission(arguments: argparse.Namespace) -> plans.Submission:
     configs = [_load(arguments, *changed) for changed in jobs.variants(arguments.array) or [[]]]
     after = jobs.Job.of(arguments.after).run if arguments.after else None
-    return runs.Submission(configs, bool(arguments.array), after, arguments.simulate_preemption_after)
+    return plans.Submission(configs, bool(arguments.array), after, arguments.simulate_preemption_after)
 
 
 def _load(arguments: argparse.Namespace, *overrides: str) -> Config:

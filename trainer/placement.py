@@ -68,6 +68,9 @@ class Container(Section):
 
     @model_validator(mode="after")
     def _startable(self) -> Container:
+        for name, value in self.env.items():
+            if name.startswith(("PET_", "SLURM_", "ON_NODE_", "TRAINER_")):
+                raise ValueError(f"container.env.{name}={value}: is set by the kit or by Slurm; remove it")
         if self.runtime == "enroot" and not (self.image and self.image.startswith("/")):
             raise ValueError(
                 f"container.image={self.image or 'null'}: enroot starts the file of an image; make one with enroot import "

@@ -60,7 +60,7 @@ def check(config: Config) -> None:
     Raises:
         ConfigError: a line for each problem.
     """
-    strict = config.backend == "local"
+    strict = config.backend == "local" or (config.backend == "slurm" and config.container.runtime == "none")
     problems = []
     if config.entrypoint == TRAIN:
         for name in ("model", "data", "loss", "optimizer"):
@@ -174,7 +174,7 @@ def _line(detail: ErrorDetails, merged: dict[str, Any]) -> str:
         return f"{dotted}: missing; give it a value"
     if kind == "value_error":
         text = message.removeprefix("Value error, ")
-        return text if re.match(r"[a-z_.]+(=|:)", text) else f"{shown}: {text}"
+        return text if re.match(r"[a-z_]+(\.\w+)*(=|:)", text) else f"{shown}: {text}"
     if kind == "literal_error":
         expected = str(detail.get("ctx", {}).get("expected", ""))
         choices = re.findall(r"'([^']+)'", expected)

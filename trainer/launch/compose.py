@@ -16,7 +16,8 @@ import yaml
 from trainer.config import Config
 from trainer.errors import ConfigError
 from trainer.image import pinned
-from trainer.launch.run import KIT, Command, Plan, Run, Status, Submission, locked, new_run_dir, resolved, write_plan
+from trainer.launch.plan import KIT, Command, Plan, Submission, keep, locked, new_run_dir, resolved, write_plan
+from trainer.launch.run import Run, Status
 from trainer.process import started_at
 
 TEMPLATE = "docker-compose.yml"
@@ -55,18 +56,13 @@ def submit(submission: Submission) -> Run:
         raise ConfigError(f"container.image={image}: is not on this machine; build it with make image, or pull it") from None
     run_dir = new_run_dir(submission.config, make=True)
     with locked(submission, run_dir):
-        run = Run(Path(run_dir))
-        if (run.folder / "job.json").exists() and run.job["backend"] == "compose" and status(run).state == "running":
-            raise ConfigError(
-                f"run_dir={run_dir}: its containers still run ({status(run).detail}); cancel it or use another folder"
-            )
         made = plan(submission, run_dir)
         run = write_plan(made)
         (command,) = made.commands
         with open(run.folder / "logs" / "compose.log", "ab") as log:
             follower = subprocess.Popen(command.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
         follower.returncode = 0  # it goes on without us
-        run.keep(made, {"nodes": submission.config.resources.nodes, "pid": follower.pid, "started": started_at(follower.pid)})
+        keep(run, made, {"nodes": submission.config.resources.nodes, "pid": follower.pid, "started": started_at(follower.pid)})
     return run
 
 

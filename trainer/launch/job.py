@@ -21,29 +21,18 @@ from typing import Any
 from trainer import yaml12
 from trainer.config import Config
 from trainer.errors import ConfigError, ExitCode, KitError
-from trainer.launch.run import Plan, Run, Status, Submission, find_run, new_run_dir
+from trainer.launch.plan import Plan, Submission, new_run_dir
+from trainer.launch.run import ACTIVE, Run, Status, UnreachableError, backend, find_run
 from trainer.settings import check
 
-BACKENDS = {name: f"trainer.launch.{name}" for name in ("local", "slurm", "compose")}
-_ACTIVE = ("pending", "running")
 _POLL_SECONDS = 0.5
+_PATIENCE_SECONDS = 600.0
 
 
 class JobFailedError(KitError):
     """A job ended otherwise than well; the text is its fault line, or what is known."""
 
     exit_code = ExitCode.RANK_FAILED
-
-
-def backend(name: str) -> ModuleType:
-    """The module of a backend, loaded on first use.
-
-    Raises:
-        ConfigError: there is none of this name.
-    """
-    if name not in BACKENDS:
-        raise ConfigError(f"backend={name}: not in this version; choose {' or '.join(BACKENDS)}")
-    return importlib.import_module(BACKENDS[name])
 
 
 def submit(config: Config, *, after: Job | None = None, simulate_preemption_after: float | None = None) -> Job:
@@ -88,7 +77,10 @@ def variants(sweeps: list[str]) -> list[list[str]]:
     found = []
     for sweep in sweeps:
         dotted, equals, values = sweep.partition("=")
-        listed = yaml12.load(f"[{values}]") if equals and dotted and values.strip() else None
+        try:
+            listed = yaml12.load(f"[{values}]") if equals and dotted and values.strip() else None
+        except ConfigError:
+            listed = None
         if not listed:
             raise ConfigError(f"--array {sweep}: write section.key=V1,V2,... such as optimizer.args.lr=0.1,0.2")
         found.append([f"{dotted}={json.dumps(value)}" for value in listed])
@@ -96,6 +88,11 @@ def variants(sweeps: list[str]) -> list[list[str]]:
 
 
 def _backend_of(submission: Submission) -> ModuleType:
+    if not submission.configs:
+        raise ConfigError("submit_array([]): no configs; give at least one")
+    seconds = submission.simulate_preemption_after
+    if seconds is not None and not 0 < seconds < float("inf"):
+        raise ConfigError(f"simulate_preemption_after={seconds}: is no number of seconds above 0")
     for config in submission.configs:
         check(config)
         for name in ("name", "backend", "resources", "container", "slurm", "runs_dir", "run_dir"):
@@ -109,12 +106,15 @@ class Job:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._backend = backend(run.job["backend"])
 
     @classmethod
     def of(cls, name: str | None = None) -> Job:
         """The job of a run folder, of a name under runs/, or (None) the newest."""
         return cls(find_run(name))
+
+    @property
+    def _backend(self) -> ModuleType:
+        return backend(self.run.job["backend"])
 
     @property
     def tasks(self) -> list[Job]:
@@ -138,7 +138,7 @@ class Job:
 
     def active(self) -> bool:
         """Whether it waits or runs."""
-        return self.status().state in _ACTIVE
+        return self.status().state in ACTIVE
 
     def logs(self, follow: bool = False, rank: int | None = 0) -> Iterator[str]:
         """The lines that a rank printed in the newest attempt, or (None) those of all ranks with the rank before each.
@@ -153,7 +153,7 @@ class Job:
             raise ConfigError(f"RUN={self.folder}: is a job array; name one of its tasks, such as {self.tasks[0].folder}")
         shown: dict[Path, int] = {}
         while True:
-            active = follow and self.active()
+            active = follow and self._patient_status().state in ACTIVE
             for path in self.run.logs(rank):
                 yield from self._new_lines(path, shown, whole_lines=active, prefix=rank is None)
             if not active:
@@ -185,13 +185,24 @@ class Job:
             TimeoutError: it goes on after `timeout_seconds`.
         """
         until = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        while (now := self.status()).state in _ACTIVE:
+        while (now := self._patient_status()).state in ACTIVE:
             if until is not None and time.monotonic() > until:
                 raise TimeoutError(f"{self.folder}: {now.detail} after {timeout_seconds} s")
             time.sleep(_POLL_SECONDS)
         if now.state != "done":
             raise JobFailedError(now.detail)
         return now
+
+    def _patient_status(self) -> Status:
+        """The status, when the scheduler answers: a controller that is being restarted must not end a wait."""
+        until = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            try:
+                return self.status()
+            except UnreachableError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(5)
 
     def cancel(self, now: bool = False) -> str:
         """Ask it to save and stop, or (`now`) kill it; returns a line for a person."""

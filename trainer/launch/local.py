@@ -10,12 +10,12 @@ import sys
 import zlib
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from trainer.config import Config
 from trainer.errors import ConfigError
-from trainer.launch.run import Command, Plan, Run, Status, Submission, locked, new_run_dir, resolved, write_plan
+from trainer.launch.plan import Command, Plan, Submission, keep, locked, new_run_dir, resolved, write_plan
+from trainer.launch.run import Run, Status
 from trainer.process import die_with_parent, started_at
 
 _ADDRESS = "127.0.0.1"
@@ -88,7 +88,6 @@ def cancel(run: Run, now: bool = False) -> str:
 
 def _start(config: Config, run_dir: str, attached: bool) -> tuple[Run, list[subprocess.Popen[bytes]]]:
     with locked(Submission([config]), run_dir), _free_port(run_dir) as listener:
-        _refuse_if_in_use(run_dir)
         made = _plan(config, run_dir, listener.getsockname()[1])
         run = write_plan(made)
         processes = []
@@ -97,7 +96,7 @@ def _start(config: Config, run_dir: str, attached: bool) -> tuple[Run, list[subp
         facts: list[dict[str, Any]] = [
             {"node_rank": rank, "pid": process.pid, "started": started_at(process.pid)} for rank, process in enumerate(processes)
         ]
-        run.keep(made, {"nodes": len(facts), "processes": facts})
+        keep(run, made, {"nodes": len(facts), "processes": facts})
     return run, processes
 
 
@@ -148,9 +147,3 @@ def _free_port(run_dir: str) -> socket.socket:
         except OSError:
             listener.close()
     raise ConfigError(f"backend=local: no free port from {_FIRST_PORT} to {_FIRST_PORT + _PORTS - 1}; stop other jobs")
-
-
-def _refuse_if_in_use(run_dir: str) -> None:
-    run = Run(Path(run_dir))
-    if (run.folder / "job.json").exists() and run.job["backend"] == "local" and status(run).state == "running":
-        raise ConfigError(f"run_dir={run_dir}: its run is still going on ({status(run).detail}); cancel it or use another folder")

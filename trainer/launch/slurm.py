@@ -4,6 +4,7 @@ variable that the file names."""
 from __future__ import annotations
 
 import getpass
+import math
 import os
 import shutil
 import subprocess
@@ -13,11 +14,24 @@ from pathlib import Path
 from trainer.config import Config
 from trainer.errors import ConfigError
 from trainer.image import pinned
-from trainer.launch.run import KIT, PACKAGE, Command, Plan, Run, Status, Submission, locked, new_run_dir, resolved, write_plan
+from trainer.launch.plan import KIT, PACKAGE, Command, Plan, Submission, keep, locked, new_run_dir, resolved, write_plan
+from trainer.launch.run import ACTIVE, Run, Status, UnreachableError
 
 TEMPLATE = "job.sbatch"
+_CLUSTER = ("SLURM_CONF", "SLURM_CLUSTERS")
+# Options of sbatch that make no job, or none that can be followed; and what the kit has its own way for.
+_REFUSED = {
+    **dict.fromkeys(
+        ("help", "usage", "version", "test-only", "quiet", "parsable", "wait", "wrap", "output", "error"),
+        "makes no job that the kit can follow; remove it",
+    ),
+    **dict.fromkeys(("nodes", "ntasks", "ntasks-per-node"), "the kit starts one task on each node; set resources.nodes"),
+    "array": "the kit numbers the tasks; use trainer submit --array",
+    "export": "the kit needs its variables on the nodes; use container.env",
+    "requeue": "set slurm.max_requeues",
+    "no-requeue": "set slurm.max_requeues=0",
+}
 _GONE = "Invalid job id"  # squeue's word for a job that the controller has forgotten
-_ACTIVE = ("pending", "running")
 
 
 def plan(submission: Submission, run_dir: str) -> Plan:
@@ -35,9 +49,9 @@ def plan(submission: Submission, run_dir: str) -> Plan:
         "MAX_REQUEUES": str(submission.config.slurm.max_requeues),
         **_image(submission.config, run_dir),
     }
-    if submission.simulate_preemption_after:
-        environ["STOP_AFTER"] = f"{submission.simulate_preemption_after:g}"
-    return Plan("slurm", run_dir, files, [Command(argv, {**submission.config.container.env, **environ})])
+    environ["STOP_AFTER"] = str(math.ceil(submission.simulate_preemption_after or 0) or "")
+    environ |= {f"ON_NODE_{name}": value for name, value in submission.config.container.env.items()}
+    return Plan("slurm", run_dir, files, [Command(argv, environ)])
 
 
 def submit(submission: Submission) -> Run:
@@ -51,8 +65,6 @@ def submit(submission: Submission) -> Run:
     run_dir = new_run_dir(submission.config, make=True)
     with locked(submission, run_dir):
         folders = submission.folders(run_dir)
-        for folder in {run_dir, *folders}:
-            _refuse_if_in_use(folder)
         made = plan(submission, run_dir)
         run = write_plan(made)
         (command,) = made.commands
@@ -60,11 +72,13 @@ def submit(submission: Submission) -> Run:
         if done.returncode:
             raise ConfigError(f"sbatch: {' '.join(done.stderr.split()) or 'failed without a word'}; correct the setting it names")
         job = done.stdout.strip().split(";")[0]
+        if not job.isdecimal():
+            raise ConfigError(f"sbatch: answered {' '.join(done.stdout.split())!r} instead of a job's number; see slurm.options")
         after = str(submission.after.folder) if submission.after else None
         facts = {"job_id": job, "user": getpass.getuser(), "nodes": submission.config.resources.nodes, "after": after}
-        run.keep(made, {**facts, "tasks": len(folders) if submission.array else 0})
+        keep(run, made, {**facts, "tasks": len(folders) if submission.array else 0})
         for number, task in enumerate(run.tasks):
-            task.keep(made, {**facts, "job_id": f"{job}_{number}"})
+            keep(task, made, {**facts, "job_id": f"{job}_{number}"})
     return run
 
 
@@ -75,7 +89,7 @@ def status(run: Run) -> Status:
     job = run.job["job_id"]
     done = _slurm("squeue", "--noheader", "--job", job, "--format=%T|%r|%N")
     if done.returncode and _GONE not in done.stderr:
-        raise ConfigError(f"squeue: {' '.join(done.stderr.split())}; try again when the controller answers")
+        raise UnreachableError(f"squeue: {' '.join(done.stderr.split())}; try again when the controller answers")
     if line := done.stdout.strip():
         state, reason, nodes = line.splitlines()[0].split("|")
         if state == "PENDING":
@@ -87,10 +101,10 @@ def status(run: Run) -> Status:
 def cancel(run: Run, now: bool = False) -> str:
     """Cancel the job: Slurm gives the ranks its KillWait to save. `now` kills them. Returns a line for the user."""
     job = run.job["job_id"]
-    if status(run).state not in _ACTIVE:
+    if status(run).state not in ACTIVE:
         return f"job {job} is not running"
     if now:
-        _slurm("scancel", "--full", "--signal=KILL", job)
+        _slurm("scancel", "--signal=KILL", f"{job}.0")  # the step; of a whole job Slurm makes a plain cancel of it
     _slurm("scancel", job)
     return f"killed job {job}" if now else f"asked job {job} to save and stop; see trainer status {run.folder}"
 
@@ -98,15 +112,19 @@ def cancel(run: Run, now: bool = False) -> str:
 def _flags(submission: Submission, run_dir: str) -> list[str]:
     config = submission.config
     resources, slurm = config.resources, config.slurm
-    if submission.array and "array" in slurm.options:
-        raise ConfigError(f"slurm.options.array={slurm.options['array']}: --array numbers the tasks; give one of the two")
+    options: dict[str, str | int | bool | None] = {name.replace("_", "-"): value for name, value in slurm.options.items()}
+    for name, value in options.items():
+        if name in _REFUSED:
+            raise ConfigError(f"slurm.options.{name}={value}: {_REFUSED[name]}")
+    if "\\" in run_dir:
+        raise ConfigError(f"run_dir={run_dir}: Slurm cannot name a log below a backslash; use another folder")
     flags: dict[str, str | int | bool | None] = {
         "job-name": config.name,
         "nodes": resources.nodes,
         "ntasks-per-node": 1,
         "gpus-per-node": resources.gpus_per_node or None,
         "cpus-per-task": resources.cpus_per_node,
-        "mem": f"{int(resources.memory_gb_per_node * 1024)}M" if resources.memory_gb_per_node else None,
+        "mem": f"{max(1, int(resources.memory_gb_per_node * 1024))}M" if resources.memory_gb_per_node else None,
         "time": resources.time_minutes,
         "partition": slurm.partition,
         "account": slurm.account,
@@ -115,9 +133,9 @@ def _flags(submission: Submission, run_dir: str) -> list[str]:
         "array": f"0-{len(submission.configs) - 1}" if submission.array else None,
         "dependency": _dependency(submission),
         "kill-on-invalid-dep": "yes" if submission.after else None,
-        "output": f"{_escaped(run_dir)}{'/%a' if submission.array else ''}/logs/slurm-%j.log",
+        "output": f"{run_dir.replace('%', '%%')}{'/%a' if submission.array else ''}/logs/slurm-%j.log",
         "export": "ALL",
-        **{name.replace("_", "-"): value for name, value in slurm.options.items()},
+        **options,
     }
     found = []
     for name, value in flags.items():
@@ -146,7 +164,6 @@ def _image(config: Config, run_dir: str) -> dict[str, str]:
         "IMAGE_CUDA": container.cuda_version or ("" if container.image else image.cuda),
         "KIT": "" if container.image else str(PACKAGE),
         "MOUNTS": ",".join(container.mounts),
-        "VARIABLES": ",".join(container.env),
     }
 
 
@@ -160,14 +177,9 @@ def _dependency(submission: Submission) -> str | None:
     if submission.after.job["backend"] != "slurm":
         raise ConfigError(f"{name}: is no run on Slurm; name one that is")
     now = status(submission.after)
-    if now.state not in (*_ACTIVE, "done"):
+    if now.state not in (*ACTIVE, "done"):
         raise ConfigError(f"{name}: has not ended well ({now.detail}); submit it again first")
-    return f"afterok:{submission.after.job['job_id']}" if now.state in _ACTIVE else None
-
-
-def _escaped(path: str) -> str:
-    """A path in a file name pattern of sbatch, where % and backslash mean something."""
-    return path.replace("\\", "\\\\").replace("%", "%%")
+    return f"afterok:{submission.after.job['job_id']}" if now.state in ACTIVE else None
 
 
 def _together(tasks: list[Status]) -> Status:
@@ -181,14 +193,6 @@ def _together(tasks: list[Status]) -> Status:
     return Status("done", counted)
 
 
-def _refuse_if_in_use(run_dir: str) -> None:
-    run = Run(Path(run_dir))
-    if (run.folder / "job.json").exists() and run.job["backend"] == "slurm":
-        now = status(run)
-        if now.state in _ACTIVE:
-            raise ConfigError(f"run_dir={run_dir}: its run is still going on ({now.detail}); cancel it or use another folder")
-
-
 def _slurm(*argv: str) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(argv, capture_output=True, text=True, env=_clean())
@@ -197,5 +201,13 @@ def _slurm(*argv: str) -> subprocess.CompletedProcess[str]:
 
 
 def _clean() -> dict[str, str]:
-    """This environment without another job's: sbatch inside an allocation would inherit options that exclude each other."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_", "PET_"))}
+    """This environment without another job's: sbatch inside an allocation would inherit options that exclude each other.
+
+    What says which cluster this is, and the user's own defaults (SBATCH_*), stay.
+    """
+    inside = "SLURM_JOB_ID" in os.environ
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("PET_") and not (inside and name.startswith("SLURM_") and name not in _CLUSTER)
+    }

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import os
+import socket
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from trainer import targets
 from trainer.config import TRAIN, Config
@@ -27,7 +29,7 @@ TERMINAL = "TRAINER_TERMINAL_FD"  # tells rank 0 where to draw its progress bar
 
 
 HEALTH_FILE = "TRAINER_HEALTH_FILE"  # touched while this node lives, for the health check of a container
-EXIT_CODE_FILE = "TRAINER_EXIT_CODE_FILE"  # where a batch script looks, as srun tells only by which signal it ended the tasks
+EXIT_CODES = "TRAINER_EXIT_CODES"  # folder where a batch script looks, as srun tells only by which signal it ended the tasks
 
 
 def main(arguments: list[str]) -> int:
@@ -39,18 +41,22 @@ def main(arguments: list[str]) -> int:
 
 
 def _main(arguments: list[str]) -> int:
+    node = None
     try:
         config = load_config(*arguments)
         gpus = config.resources.gpus_per_node if config.training.device == "auto" else 0
-        node = identify(os.environ, config.resources.nodes, config.resources.ranks, config.backend == "local", gpus)
-        return _Node(config, node).run()
+        place = identify(os.environ, config.resources.nodes, config.resources.ranks, config.backend == "local", gpus)
+        node = _Node(config, place)
+        return node.run()
     except FaultError as error:
-        say(error.fault.line())
-        return error.exit_code
+        code, lines = error.exit_code, [error.fault.line()]
     except KitError as error:
-        for line in error.lines:
-            say(f"error: {line}")
-        return error.exit_code
+        code, lines = error.exit_code, [f"error: {line}" for line in error.lines]
+    for line in lines:
+        say(line)
+    if node:
+        node.end(code, lines[0])
+    return code
 
 
 class _Node:
@@ -59,6 +65,7 @@ class _Node:
     def __init__(self, config: Config, node: Identity) -> None:
         self.config, self.node = config, node
         self.folder = RunFolder(Path(config.folder))
+        self.attempt = self.folder.attempts()
         self.config_file = self.folder.folder / "config.yaml"
 
     def run(self) -> int:
@@ -72,6 +79,11 @@ class _Node:
         except BlockingIOError as error:
             cause = f"the run folder {self.folder.folder} is in use by {error}"
             raise node.fault("G7", cause, "wait for its end, cancel it, or use another run_dir") from None
+
+    def end(self, code: int, fault: str | None) -> None:
+        """Record how this node ended."""
+        facts = {"node_rank": self.node.node_rank, "host": self.node.host}
+        self.folder.event("node_end", attempt=self.attempt, **facts, exit_code=int(code), fault=fault)
 
     def _run(self) -> int:
         node = self.node
@@ -87,21 +99,22 @@ class _Node:
         waker = signals.Signals(os.environ.get(HEALTH_FILE))
         deadline = time.monotonic() + self.config.watch.join_seconds
         if listener:
-            rollcall.serve(listener, self.guard.forget)
+            importlib.import_module("trainer.node.store").serve(listener, self.guard.forget)
             self._keep_config()
         try:
-            rendezvous.reach(node, deadline, waker.pause)
-            script = Path(self.config.entrypoint) if self.config.entrypoint != TRAIN else None
-            facts = parity.facts(dump_config(self.config), script, sys.modules["torch"])
-            may_differ = self.config.watch.parity == "warn"
-            store = rollcall.connect(node)
-            roll = rollcall.join(node, store, self.folder.attempts(), deadline, say, waker.pause, facts, may_differ)
+            roll = rollcall.join(node, self._terms(rollcall), deadline, say, waker.pause)
         except signals.StopRequest as stop:
             say(f"[{node.host}] {stop}: stopped before the ranks were started")
             return ExitCode.STOPPED
         limits = self.config.watch
         watcher = watch.Watch(roll, self.guard, waker, _on_terminal(node), limits.stop_seconds, limits.stall_seconds)
         return self._train(watcher)
+
+    def _terms(self, rollcall: ModuleType) -> Any:
+        config = self.config
+        script = Path(config.entrypoint) if config.entrypoint != TRAIN else None
+        facts = parity.facts(dump_config(config), script, sys.modules["torch"])
+        return rollcall.Terms(self.folder.attempts(), facts, config.watch.parity == "warn")
 
     def _prepare_environment(self) -> None:
         """Before torch is loaded: thread counts (a torchrun of several ranks would set one), and loopback for one machine."""
@@ -133,6 +146,7 @@ class _Node:
 
     def _train(self, watch: Watch) -> int:
         node, attempt = self.node, watch.roll.attempt
+        self.attempt = attempt
         facts = {"attempt": attempt, "node_rank": node.node_rank, "host": node.host}
         self.folder.event("node_start", **facts, pid=os.getpid(), nnodes=node.nnodes, identity=node.source)
         reason = ranks.unsafe_to_fork()
@@ -146,7 +160,7 @@ class _Node:
             code, fault = watch.run()
         finally:
             watch.kill()
-        self.folder.event("node_end", **facts, exit_code=int(code), fault=fault.line() if fault else None)
+        self.end(code, fault.line() if fault else None)
         if fault:
             self._linger(watch)
         for text in watch.last_words:
@@ -195,17 +209,10 @@ class _Node:
 
 
 def _leave(code: int | None) -> None:
-    """Leave the job's exit code for the batch script: the first that is not 0, but a final one before all others.
-
-    None leaves no more than a sign that this node came up.
-    """
-    if EXIT_CODE_FILE in os.environ:
-        with suppress(OSError), open(os.environ[EXIT_CODE_FILE], "a+", encoding="utf-8") as file:
-            file.seek(0)
-            before = int(file.read().strip() or 0)
-            if code is not None and (not before or (before >= 128 > code > 0)):
-                file.truncate(0)
-                file.write(f"{code}\n")
+    """Leave this node's exit code for the batch script, in a file of its own; None: a sign that the node came up."""
+    if folder := os.environ.get(EXIT_CODES):
+        with suppress(OSError):
+            (Path(folder) / f"{socket.gethostname()}-{os.getpid()}").write_text("" if code is None else f"{int(code)}\n")
 
 
 def _warm_up(config: Config) -> None:

@@ -1,0 +1,70 @@
+"""The store on node 0: a process of its own serves it, and each node has one line to it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import struct
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from trainer.node.identity import Identity
+from trainer.node.signals import STOP_SIGNALS
+from trainer.process import die_with_parent
+
+REQUEST_SECONDS = 10.0  # limit of one request
+
+
+def serve(listener: socket.socket, in_child: Callable[[], None]) -> int:
+    """Run the store in a process of its own, so that this one keeps a single thread and can fork; returns its pid."""
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        listener.close()
+        return pid
+    try:
+        in_child()
+        die_with_parent(parent)
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)  # its end is the node process's end, or its word
+        host, port = listener.getsockname()
+        store = TCPStore(host, port, is_master=True, master_listen_fd=listener.detach(), wait_for_workers=False)
+        while store:
+            signal.pause()
+    finally:
+        os._exit(1)
+
+
+def connect(node: Identity) -> Store:
+    """This node's line to the store."""
+    timeout = timedelta(seconds=REQUEST_SECONDS)
+    before = _sockets()
+    store = TCPStore(node.master_addr, node.master_port, is_master=False, timeout=timeout, wait_for_workers=False)
+    for fd in _sockets() - before:
+        _limit(fd)
+    return PrefixStore("nodes", store)
+
+
+def _sockets() -> set[int]:
+    """The sockets that this process has open, where /proc tells."""
+    found = set()
+    for path in Path("/proc/self/fd").iterdir() if sys.platform == "linux" else []:
+        with suppress(OSError):  # the listing's own is closed again
+            if stat.S_ISSOCK(os.fstat(int(path.name)).st_mode):
+                found.add(int(path.name))
+    return found
+
+
+def _limit(fd: int) -> None:
+    """Let a request end that is never answered. The store's client waits for ever for a node 0 that is frozen or cut off."""
+    limit = struct.pack("ll", int(REQUEST_SECONDS), 0)  # a struct timeval
+    with socket.socket(fileno=os.dup(fd)) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
