@@ -8,6 +8,7 @@ VENV ?= .venv
 CONFIG ?= configs/digits.yaml
 SITE ?= slurm/site.yaml
 SET ?=
+BACKEND ?=
 RUN ?=
 BIN := $(VENV)/bin
 SLURM_PACKAGES := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2 iptables gcc libc6-dev libslurm-dev \
@@ -15,14 +16,18 @@ SLURM_PACKAGES := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge ip
 DOCKER_PACKAGES := docker.io slirp4netns mmdebstrap iproute2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: train check render submit status logs cancel image smoke smoke-without-engine sbom slurm-up slurm-down slurm-packages \
+.PHONY: train check render submit apply status logs cancel image smoke smoke-without-engine sbom slurm-up slurm-down slurm-packages \
   docker-packages test lint bench clean
 
 train: $(VENV)/.train
 	@$(BIN)/trainer run "$(CONFIG)" $(SET)
 
 check render submit: $(VENV)/.train
-	@$(BIN)/trainer $@ "$(SITE)" "$(CONFIG)" $(if $(NODES),resources.nodes=$(NODES)) $(if $(GPUS),resources.gpus_per_node=$(GPUS)) $(SET)
+	@$(BIN)/trainer $@ "$(SITE)" "$(CONFIG)" $(if $(BACKEND),backend=$(BACKEND)) $(if $(NODES),resources.nodes=$(NODES)) $(if $(GPUS),resources.gpus_per_node=$(GPUS)) $(SET)
+
+# On Kubernetes: make render BACKEND=kubernetes | kubectl apply -f -, or at once:
+apply: $(VENV)/.train
+	@$(MAKE) --no-print-directory submit BACKEND=kubernetes
 
 status logs cancel: $(VENV)/.train
 	@$(BIN)/trainer $@ $(if $(FOLLOW),--follow) $(if $(RUN),"$(RUN)")

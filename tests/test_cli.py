@@ -12,12 +12,6 @@ def test_check_says_what_the_run_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "ok: digits on local: 4 nodes x 2 ranks, CPU on each node\n"
 
 
-@pytest.mark.parametrize("backend", ["kubernetes", "compose"])
-def test_a_backend_that_is_not_there_says_so(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["submit", str(DIGITS), f"backend={backend}"]) == 2
-    assert f"error: backend={backend}: not in this version" in capsys.readouterr().err
-
-
 def test_slurm_without_slurm_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("PATH", str(folder))
     monkeypatch.chdir(folder)

@@ -98,6 +98,14 @@ def cancel(arguments: argparse.Namespace) -> None:
     print(jobs.Job.of(arguments.run).cancel(arguments.now))
 
 
+def lint(arguments: argparse.Namespace) -> int:
+    """Look for what breaks distributed training in Kubernetes manifests of your own."""
+    found = importlib.import_module("trainer.launch.lint").lint([Path(file) for file in arguments.files])
+    for line in found:
+        print(line)
+    return ExitCode.CONFIG if found else ExitCode.DONE
+
+
 def schema(arguments: argparse.Namespace) -> None:
     """Print the config's JSON Schema."""
     print(settings.schema())
@@ -138,6 +146,9 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--rank", default="0", type=_rank, help="global rank, or all (default: 0)")
         if name == "cancel":
             command.add_argument("--now", action="store_true", help="kill it; the last checkpoint stands")
+    command = commands.add_parser("lint", help=lint.__doc__)
+    command.add_argument("files", nargs="+", help="manifests, read together")
+    command.set_defaults(function=lint)
     for name, function in {"schema": schema, "settings": table}.items():
         commands.add_parser(name, help=function.__doc__).set_defaults(function=function)
     return parser

@@ -103,7 +103,25 @@ class Kubernetes(Section):
     """The API object to apply."""
     namespace: str = "default"
     """Namespace of the job."""
+    volume: str = "ddp-runs"
+    """PersistentVolumeClaim that keeps the runs; all nodes write to it (ReadWriteMany)."""
+    shm_gb: PositiveFloat = 2
+    """Size of /dev/shm in each pod, in GB, a part of its memory."""
+    max_restarts: NonNegativeInt = 3
+    """How often all pods may start again after a fault that another try may cure."""
     queue: str | None = None
-    """Kueue local queue."""
+    """Kueue local queue; the job starts suspended until it is admitted."""
+    priority_class: str | None = None
+    """Kueue's workload priority class."""
+    gang: bool = False
+    """Start all pods or none, by the training operator's gang scheduler (kind pytorchjob)."""
+    rdma_resource: str | None = None
+    """Resource that a pod needs for RDMA, such as rdma/hca_shared_devices_a; brings the capability IPC_LOCK."""
+    node_selector: dict[str, str] = {}
+    """Labels that the pods' machines must have."""
+    secrets: list[str] = []
+    """Secrets whose keys become variables of the nodes."""
+    image_pull_secrets: list[str] = []
+    """Secrets to pull the image with."""
     manifest: str | None = None
     """A manifest of your own to patch instead of the kit's."""

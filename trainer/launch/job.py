@@ -149,6 +149,9 @@ class Job:
         Raises:
             ConfigError: there is no log.
         """
+        if hasattr(self._backend, "logs"):  # its logs are not in this folder
+            yield from self._backend.logs(self.run, follow, rank)
+            return
         if self.tasks:
             raise ConfigError(f"RUN={self.folder}: is a job array; name one of its tasks, such as {self.tasks[0].folder}")
         shown: dict[Path, int] = {}

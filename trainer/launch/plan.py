@@ -44,9 +44,13 @@ class Plan:
     run_dir: str
     files: dict[str, str]
     commands: list[Command]
+    shown: str | None = None  # the file that is all of the text but for comments, so that others can read it
 
     def text(self) -> str:
         """What `trainer render` prints and what lies in RUN/plan.txt."""
+        if self.shown:
+            commands = "".join(f"# command: {command.shell()}\n" for command in self.commands)
+            return f"# {self.backend}: run folder {self.run_dir}\n{commands}{self.files[self.shown]}"
         parts = [f"# {self.backend}: run folder {self.run_dir}"]
         parts += [f"# file {name}\n{content.rstrip()}" for name, content in self.files.items()]
         parts += [f"# command\n{command.shell()}" for command in self.commands]

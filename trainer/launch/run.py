@@ -19,7 +19,7 @@ class UnreachableError(ConfigError):
     """The scheduler does not answer now; the run is not touched by that."""
 
 
-BACKENDS = {name: f"trainer.launch.{name}" for name in ("local", "slurm", "compose")}
+BACKENDS = {name: f"trainer.launch.{name}" for name in ("local", "slurm", "compose", "kubernetes")}
 ACTIVE = ("pending", "running")  # states of a run that has not ended
 
 

@@ -65,9 +65,9 @@ class Field:
         """`FILE: KIND/NAME: field: what is wrong (value); fix: what to do`."""
         shown = self.text if isinstance(self.value, str) else json.dumps(self.value, default=str)
         shown = shown if len(shown) <= _SHOWN else f"{shown[: _SHOWN - 3]}..."
-        told = "missing" if self.value is None else "a list" if isinstance(self.value, list) else shown
-        told = "a mapping" if isinstance(self.value, dict) and self.value else told
-        return " ".join(f"{self.where}: {self.path}: {wrong} ({told}); fix: {fix}".split())
+        shown = "missing" if self.value is None else shown
+        told = f" ({shown})" if shown and not isinstance(self.value, dict | list) else ""
+        return " ".join(f"{self.where}: {self.path}: {wrong}{told}; fix: {fix}".split())
 
 
 @dataclass(frozen=True)
@@ -98,12 +98,12 @@ class Container:
         script = self.script
         if script is None:
             return words
-        before = words[: entries.index(script)]
+        place = entries.index(script)
         try:
             inside = shlex.split(script.text, comments=True)
         except ValueError:
             inside = script.text.split()
-        return before + [(word, script) for word in inside]
+        return words[:place] + [(word, script) for word in inside] + words[place + 1 :]
 
     @cached_property
     def script(self) -> Field | None:

@@ -40,7 +40,9 @@ def _name(job: Job) -> Iterator[str]:
     else:
         longest = f"{job.name}-{last}"
     if (over := len(longest) - _LABEL) > 0:
-        yield where.line(f"too long: its pod {longest} has {len(longest)} characters of 63", f"shorten the name by {over}")
+        yield where.line(
+            f"too long: its pod {longest} has {len(longest)} characters, 63 are allowed", f"shorten the name by {over}"
+        )
 
 
 def _suspend(job: Job) -> Iterator[str]:
@@ -69,7 +71,7 @@ def _restart_policy(job: Job) -> Iterator[str]:
             yield value.line(f"is none of {', '.join(known)}: pods are not made or never end", f"write {known[0]}")
         if value.text == "Always" and job.kind == "PyTorchJob":
             yield value.line("a pod that is done is started again, so the job never succeeds", "write OnFailure")
-        if value.text == "ExitCode":
+        if value.text == "ExitCode" and job.kind == "PyTorchJob":
             limit = job.top.at("spec.runPolicy.backoffLimit")
             if main is None or main.launcher != "trainer":
                 wrong = "one rank's death makes its peers exit with 1, which ExitCode takes as final: the job fails, not restarts"
@@ -189,8 +191,8 @@ def _trainjob(job: Job) -> Iterator[str]:
     others = job.documents(*RUNTIMES)
     if runtime is None and others:
         found = ", ".join(f"{o['kind'].text}/{o.at('metadata.name').text}" for o in others)
-        kind = ref["kind"].text or "ClusterTrainingRuntime, by default"
-        yield ref["name"].line(f"no such {kind} in these files (found {found})", "correct runtimeRef's name and kind")
+        kind = ref["kind"].text or "ClusterTrainingRuntime (the default kind)"
+        yield ref["name"].line(f"no {kind} of this name in these files, only {found}", "correct runtimeRef's name and kind")
     elif runtime is not None and runtime["kind"].text == "TrainingRuntime":
         names = [d.at("metadata.namespace").text for d in (job.top, runtime)]
         if all(names) and names[0] != names[1]:

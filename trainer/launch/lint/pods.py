@@ -26,8 +26,8 @@ def _grace(job: Job, pods: Pods) -> Iterator[str]:
     field = pods.spec["terminationGracePeriodSeconds"]
     number = _GRACE_DEFAULT if field.value is None else field.number
     if pods.whole and number is not None and number < _GRACE_SECONDS:
-        default = f", {_GRACE_DEFAULT} by default," if field.value is None else ""
-        yield field.line(f"seconds{default} are too few to save a checkpoint in", f"write {_GRACE_SECONDS} or more")
+        default = " by default" if field.value is None else ""
+        yield field.line(f"{number} seconds{default} are too few to save a checkpoint in", f"write {_GRACE_SECONDS} or more")
 
 
 def _shell(job: Job, pods: Pods) -> Iterator[str]:
@@ -112,7 +112,10 @@ def _ranks(job: Job, pods: Pods) -> Iterator[str]:
     number, gpus = ranks.number, main.gpus
     splits = main.launcher == "trainer" and number and gpus % number == 0  # the kit gives a rank several devices
     if number and gpus and number != gpus and not splits:
-        yield ranks.line(f"ranks for {gpus} GPU(s) of container {main.own['name'].text}", f"make it {gpus}, or ask for {number}")
+        yield ranks.line(
+            f"is not the number of GPUs of container {main.own['name'].text or '?'}, {gpus}",
+            f"make it {gpus}, or ask for {number}",
+        )
     if job.kind == "PyTorchJob" and main.launcher == "torchrun" and not gpus and ranks.text in ("", "auto"):
         yield ranks.line(
             "auto without a GPU limit starts a rank for each CPU of the machine", 'write "1", or limit nvidia.com/gpu'

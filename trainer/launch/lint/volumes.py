@@ -127,9 +127,9 @@ def _claims(job: Job, pods: Pods) -> Iterator[str]:
         claim = claims.get(volume.at("persistentVolumeClaim.claimName").text)
         if claim is None or job.nodes < 2:
             continue
-        modes = claim.at("spec.accessModes")
-        if modes.value and not {mode.text for mode in modes.each()} & {"ReadWriteMany", "ReadOnlyMany"}:
-            yield modes.each()[0].line(f"only one machine can mount it, and the job has {job.nodes} pods", "write ReadWriteMany")
+        modes = claim.at("spec.accessModes").each()
+        if modes and not {mode.text for mode in modes} & {"ReadWriteMany", "ReadOnlyMany"}:
+            yield modes[0].line(f"only one machine can mount it, and the job has {job.nodes} pods", "write ReadWriteMany")
 
 
 RULES: list[Callable[[Job, Pods], Iterator[str]]] = [_shared_memory, _mounts, _config_maps, _kept, _claims]
