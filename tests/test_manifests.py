@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from trainer.errors import ConfigError
 from trainer.image import pinned
 from trainer.launch import manifests
 from trainer.launch.job import plan
+from trainer.launch.lint import lint
 from trainer.launch.plan import Submission
 from trainer.settings import load_config
 
@@ -150,6 +153,25 @@ def test_a_manifest_of_ones_own_is_patched(folder: Path) -> None:
     (folder / "own.yaml").write_text("kind: Job\n")
     with pytest.raises(ConfigError, match="has 0 of PyTorchJob instead of one"):
         rendered("kubernetes.manifest='" + str(folder / "own.yaml").replace("'", "''") + "'")
+
+
+@pytest.mark.k8s
+@pytest.mark.skipif(not shutil.which("kubectl"), reason="not installed: kubectl")
+@pytest.mark.parametrize("overlay", ["k8s", "configs/kustomize"])
+def test_kustomize_leaves_no_name_that_nobody_has(overlay: str, folder: Path) -> None:
+    done = subprocess.run(["kubectl", "kustomize", str(ROOT / overlay)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    documents = list(yaml.safe_load_all(done.stdout))
+    config = of_kind(documents, "ConfigMap")
+    assert config["metadata"]["name"] == ("ddp" if overlay == "k8s" else "ddp-large")
+    for spec in pods(documents):
+        (volume,) = [volume for volume in spec["volumes"] if volume["name"] == "config"]
+        assert volume["configMap"]["name"] == config["metadata"]["name"]
+        assert spec["containers"][0]["args"] == ["trainer", "node", "/etc/ddp/config.yaml"], "no patch has replaced the container"
+    nodes = sum(replica["replicas"] for replica in of_kind(documents, "PyTorchJob")["spec"]["pytorchReplicaSpecs"].values())
+    assert load_config_text(config["data"]["config.yaml"]).resources.nodes == nodes
+    (folder / "all.yaml").write_text(done.stdout)
+    assert lint([folder / "all.yaml"]) == []
 
 
 def test_render_prints_what_kubectl_reads_and_nothing_else(folder: Path) -> None:
