@@ -292,7 +292,8 @@ def test_a_verdict_does_not_wait_for_a_paused_console(folder: Path) -> None:
     (folder / "loud.py").write_text("import sys\nprint('x' * 300_000, flush=True)\nsys.exit(7)\n")
     (folder / "run.yaml").write_text("name: loud\nentrypoint: loud.py\n")
     node = start(*TRAINER, "node", "run.yaml", overrides(folder / "run"), cwd=folder)
-    assert wait_until(lambda: (folder / "run" / "exit_code").exists(), 30), "the run waited for the console"
+    events = folder / "run" / "events.jsonl"
+    assert wait_until(lambda: events.exists() and "node_end" in events.read_text(), 30), "the run waited for the console"
     code, output = finish(node)
     assert code == ExitCode.RANK_FAILED and fault_of(output).startswith("FAULT C1")
 

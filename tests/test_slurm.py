@@ -235,16 +235,15 @@ def test_the_time_limit_is_a_warning_a_save_and_a_requeue(shared: Path, uninterr
     run = shared / "run"
     limits = {"resources__time_minutes": 2, "slurm__signal_seconds": 90, "slurm__max_requeues": 9}
     job = submit(run, *slow(run, 0.2, **limits))
-    assert wait_until(lambda: metrics(run), 60), batch_log(run)
     stops = []
     while True:  # Slurm looks at limits every half minute, so that the warning comes 0 to 30 s into each attempt
-        assert wait_until(lambda: not queue(job) or queue(job).startswith("PENDING"), 100), queue(job) + batch_log(run)
+        assert wait_until(lambda: queue(job) in ("", "PENDING BeginTime"), 100), queue(job) + batch_log(run)
         if not queue(job):
             break
-        stops.append(metrics(run)[-1]["step"])
+        stops.append(metrics(run)[-1]["step"] if metrics(run) else 0)  # a first warning may come before the first step
         let_start_now(job, run)
     assert stops and batch_log(run).count("got USR1") == len(stops), batch_log(run)
-    assert all(f"resuming at step {step}" in batch_log(run) for step in stops)
+    assert all(f"resuming at step {step}" in batch_log(run) for step in stops if step)
     assert losses(run) == losses(uninterrupted) and equal(saved(run), saved(uninterrupted))
 
 
@@ -278,16 +277,14 @@ def test_a_lost_node_that_comes_back_brings_no_orphan(cluster: Cluster, shared: 
     run = shared / "run"
     job = submit(run, *slow(run, 0.05, resources__nodes=2, resources__ranks_per_node=1))
     assert wait_until(lambda: metrics(run) and metrics(run)[-1]["step"] >= 7), batch_log(run)
-    before = processes_of(run)
+    before = set(processes_of(run))
     cluster.link("node2", "down")
     try:
+        assert wait_until(lambda: not set(processes_of(run)) & before, 60), "no side waits for the cable"
         assert wait_until(lambda: "PENDING" in queue(job), 90), queue(job) + batch_log(run)
-        orphans = set(processes_of(run)) & set(before)
     finally:
         cluster.heal("node2")
-    assert orphans, "this test needs the lost node to run on"
-    assert wait_until(lambda: not set(processes_of(run)) & orphans, 60), "what ran there is gone once the node is back"
-    assert wait_until(cluster.idle, 60), slurm("sinfo", "-N")
+    assert wait_until(cluster.idle, 150), slurm("sinfo", "-N")
     let_start_now(job, run)
     assert wait_until(lambda: not queue(job), 90), queue(job)
     assert losses(run) == losses(uninterrupted) and equal(saved(run), saved(uninterrupted))

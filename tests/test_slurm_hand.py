@@ -81,7 +81,7 @@ def test_a_node_on_which_the_kit_does_not_start_is_final_and_no_good_stop(shared
 @pytest.mark.parametrize(("codes", "verdict", "again"), [("160 3", 3, False), ("4 160", 4, False), ("162 164", 162, True)])
 def test_a_final_code_of_any_node_is_the_jobs(codes: str, verdict: int, again: bool, shared: Path) -> None:
     first, second = codes.split()
-    job, run = send(shared, f'up; nap 1; [ "$PET_NODE_RANK" = 0 ] && end {first}; trap - TERM; nap 0.2; end {second}')
+    job, run = send(shared, f'up; nap 1; [ "$PET_NODE_RANK" = 0 ] && end {first}; trap "" TERM USR1; nap 0.2; end {second}')
     assert ("requeueing" in ended(shared, job)) == again and exit_code(run) == verdict
 
 
@@ -117,7 +117,7 @@ def test_flags_of_sbatch_that_break_others(flag: str, shared: Path) -> None:
         ({"STOP_AFTER": "soon"}, [], "error: STOP_AFTER=soon: is no whole number"),
         ({"RUNTIME": "dockr"}, [], "error: RUNTIME=dockr: choose pyxis, enroot, apptainer, docker, podman or none"),
         ({}, ["run_dir=/x"], "error: run_dir=/x: give the run's folder as RUN_DIR="),
-        ({}, ["resources.nodes=2"], "error: resources.nodes=2: give the nodes as sbatch --nodes="),
+        ({}, ["resources.nodes=2"], "error: resources.nodes=2: the job has 1 nodes; give them as sbatch --nodes="),
     ],
 )
 def test_wrong_input_by_hand_is_one_line(environ: dict[str, str], arguments: list[str], words: str, shared: Path) -> None:

@@ -35,7 +35,7 @@ def plan(submission: Submission, run_dir: str) -> Plan:
     in_pods = resolved(config, f"{manifests.RUNS}/{name}")
     text = manifests.dump(manifests.patched(documents, config, name, in_pods))
     files = {"config.yaml": resolved(config, run_dir), MANIFEST: text}
-    apply = [*_kubectl(config.kubernetes.namespace), "apply", "--filename", f"{run_dir}/{MANIFEST}"]
+    apply = [*_kubectl(config.kubernetes.namespace), "apply", "--filename", _one_file(f"{run_dir}/{MANIFEST}")]
     return Plan("kubernetes", run_dir, files, [Command(apply)], shown=MANIFEST)
 
 
@@ -134,6 +134,12 @@ def _log_lines(namespace: str, pod: str, *options: str) -> Iterator[str]:
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         for line in process.stdout or []:
             yield line.rstrip("\n")
+
+
+def _one_file(path: str) -> str:
+    """A path for kubectl, which reads a list in CSV."""
+    doubled = path.replace('"', '""')
+    return f'"{doubled}"' if set(path) & set('",') else path
 
 
 def _get(namespace: str, resource: str, name: str) -> dict[str, Any] | None:

@@ -52,10 +52,10 @@ def _main(arguments: list[str]) -> int:
         code, lines = error.exit_code, [error.fault.line()]
     except KitError as error:
         code, lines = error.exit_code, [f"error: {line}" for line in error.lines]
-    for line in lines:
-        say(line)
     if node:
         node.end(code, lines[0])
+    for line in lines:
+        say(line)
     return code
 
 
