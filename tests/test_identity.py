@@ -22,6 +22,24 @@ def test_pet_variables_come_first() -> None:
     assert found.address == "n0:23456" and found.source == "PET_*"
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"WORLD_SIZE": "8", "RANK": "1"},  # the training operator's, with a number of processes
+        {"WORLD_SIZE": "2", "RANK": "1"},  # and without
+        {"SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "1"},  # an outer allocation of one node
+    ],
+)
+def test_what_says_the_same_in_other_words(more: dict[str, str]) -> None:
+    assert identify({**PET, **more}, 2, 4, False).node_rank == 1
+
+
+def test_the_nodes_have_names_where_slurm_tells_them() -> None:
+    assert identify(SLURM, 2, 8, False).hosts == ("n01", "n02")
+    assert identify({**PET, "SLURM_JOB_NODELIST": "n[1-2]"}, 2, 4, False).hosts == ("n1", "n2")
+    assert identify({**PET, "SLURM_JOB_NODELIST": "n[1-3]"}, 2, 4, False).hosts == ()
+
+
 def test_kubeflow_may_give_the_address_under_its_plain_name() -> None:
     environ = {k: v for k, v in PET.items() if "MASTER" not in k} | {"MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
     assert identify(environ, 2, 4, False).address == "job-master-0:23456"
@@ -63,6 +81,9 @@ def test_a_single_node_needs_nothing() -> None:
         ({**PET, "SLURM_GPUS_ON_NODE": "4"}, "resources.gpus_per_node=8, but Slurm gave 4 (SLURM_GPUS_ON_NODE=4)"),
         ({**PET, "SLURM_GPUS_PER_NODE": "gpu:h100:2"}, "but Slurm gave 2 (SLURM_GPUS_PER_NODE=gpu:h100:2)"),
         ({**PET, "SLURM_GPUS_PER_NODE": "many"}, "no count of GPUs: 'many'"),
+        ({**PET, "WORLD_SIZE": "5"}, "WORLD_SIZE=5, but PET_NNODES=2 with 4 ranks on each"),
+        ({**PET, "RANK": "0"}, "RANK=0, but PET_NODE_RANK=1"),
+        ({**PET, "SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "2"}, "SLURM_NODEID=0, but PET_NODE_RANK=1"),
         ({**SLURM, "SLURM_JOB_NODELIST": "n[1-"}, "SLURM_JOB_NODELIST='n[1-' is no node list"),
     ],
 )

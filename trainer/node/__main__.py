@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from trainer import targets
 from trainer.config import TRAIN, Config
 from trainer.errors import ERROR_FILE, ConfigError, ExitCode, FaultError, KitError
-from trainer.node import parity, ranks, rendezvous, signals, software
+from trainer.node import network, parity, ranks, rendezvous, signals, software
 from trainer.node.guard import Guard
 from trainer.node.identity import Identity, identify
 from trainer.node.logs import RunFolder, say
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from trainer.node.watch import Watch
 
 TERMINAL = "TRAINER_TERMINAL_FD"  # tells rank 0 where to draw its progress bar
-
-
 HEALTH_FILE = "TRAINER_HEALTH_FILE"  # touched while this node lives, for the health check of a container
 EXIT_CODES = "TRAINER_EXIT_CODES"  # folder where a batch script looks, as srun tells only by which signal it ended the tasks
 
@@ -95,7 +94,7 @@ class _Node:
         # Loaded here and not at the top: it brings torch, and the threads of its libraries are counted from the environment.
         rollcall = importlib.import_module("trainer.node.rollcall")
         watch = importlib.import_module("trainer.node.watch")
-        self._check_software()
+        self._check_here()
         waker = signals.Signals(os.environ.get(HEALTH_FILE))
         deadline = time.monotonic() + self.config.watch.join_seconds
         if listener:
@@ -105,7 +104,10 @@ class _Node:
             roll = rollcall.join(node, self._terms(rollcall), deadline, say, waker.pause)
         except signals.StopRequest as stop:
             say(f"[{node.host}] {stop}: stopped before the ranks were started")
+            self.end(ExitCode.STOPPED, None)
             return ExitCode.STOPPED
+        if self.config.backend != "local" and (chosen := network.choose(os.environ, roll.address)):
+            say(f"[{node.host}] the ranks talk over {chosen} ({roll.address})")
         limits = self.config.watch
         watcher = watch.Watch(roll, self.guard, waker, _on_terminal(node), limits.stop_seconds, limits.stall_seconds)
         return self._train(watcher)
@@ -125,7 +127,9 @@ class _Node:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         sys.path.insert(0, os.getcwd())  # targets of the user's own
 
-    def _check_software(self) -> None:
+    def _check_here(self) -> None:
+        if cause := network.problem(os.environ):
+            raise self.node.fault("A8", cause, "name one of them, or unset it: the kit finds the right one")
         torch, wanted = sys.modules["torch"], self.config.container.cuda_version
         cause = software.cuda_problem(wanted, torch.__version__, torch.version.cuda) if wanted else None
         fix = "start the image that has it, or correct container.cuda_version (IMAGE_CUDA)"
@@ -239,7 +243,7 @@ def _bring(name: str) -> None:
 
 
 def _with_port(node: Identity, port: int) -> Identity:
-    return Identity(node.nnodes, node.node_rank, node.nproc_per_node, node.master_addr, port, node.source)
+    return replace(node, master_port=port)
 
 
 def _fill(argument: str, values: dict[str, str]) -> str:

@@ -9,7 +9,8 @@ import ipaddress
 import re
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from trainer.errors import ExitCode, Fault, FaultError
 from trainer.node.slurmenv import counts, expand_nodelist, gpu_count
@@ -28,6 +29,7 @@ class Identity:
     master_addr: str
     master_port: int  # 0 on a single node: any free port
     source: str
+    hosts: tuple[str, ...] = ()  # the nodes' names by node rank, where the scheduler told them
 
     @property
     def host(self) -> str:
@@ -73,8 +75,10 @@ def identify(environ: Mapping[str, str], nodes: int, ranks_per_node: int, one_ma
     else:
         found = Identity(1, 0, ranks_per_node, "127.0.0.1", 0, "a single node")
     _check(found, nodes, ranks_per_node, one_machine)
+    if not one_machine:
+        _check_others(environ, found)
     _check_gpus(environ, found, gpus_per_node)
-    return found
+    return replace(found, hosts=_hosts(environ, found.nnodes))
 
 
 def port_for(job: str) -> int:
@@ -135,6 +139,29 @@ def _check_gpus(environ: Mapping[str, str], found: Identity, gpus_per_node: int)
     if given < gpus_per_node:
         cause = f"resources.gpus_per_node={gpus_per_node}, but Slurm gave {given} ({name}={environ[name]})"
         raise found.fault("H5", cause, f"submit with --gpus-per-node={gpus_per_node}, or ask for fewer")
+
+
+def _check_others(environ: Mapping[str, str], found: Identity) -> None:
+    """What others say of the same: the operator's WORLD_SIZE and RANK (of nodes or of ranks), and Slurm's number of this node."""
+    if found.source != "PET_*":
+        return
+    given = environ.get("WORLD_SIZE")
+    if given is not None and given not in (str(found.nnodes), str(found.world_size)):
+        cause = f"WORLD_SIZE={given}, but PET_NNODES={found.nnodes} with {found.nproc_per_node} ranks on each"
+        raise found.fault("A13", cause, "unset WORLD_SIZE, or make the two agree")
+    for name in ("RANK", "SLURM_NODEID"):
+        step = environ.get("SLURM_STEP_NUM_NODES", str(found.nnodes)) if name == "SLURM_NODEID" else str(found.nnodes)
+        if name in environ and step == str(found.nnodes) > "1" and environ[name] != str(found.node_rank):
+            cause = f"{name}={environ[name]}, but PET_NODE_RANK={found.node_rank}"
+            raise found.fault("A13", cause, f"unset {name}, or make the two agree")
+
+
+def _hosts(environ: Mapping[str, str], nnodes: int) -> tuple[str, ...]:
+    with suppress(ValueError):
+        hosts = expand_nodelist(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))
+        if len(hosts) == nnodes:
+            return tuple(hosts)
+    return ()
 
 
 def _number(environ: Mapping[str, str], name: str, default: str | None) -> int:

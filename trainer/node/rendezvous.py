@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from trainer.errors import ExitCode, FaultError
 from trainer.node.identity import Identity
+from trainer.node.network import holder
 
 LISTENER = "TRAINER_MASTER_FD"  # a listening socket from the local launcher, so that no other job can take the port
 _RETRY_SECONDS = 0.5
@@ -34,8 +35,9 @@ def listen(node: Identity) -> socket.socket:
         if error.errno != errno.EADDRINUSE:
             cause = f"cannot listen on {host}:{node.master_port}: {error.strerror or error}"
             raise node.fault("A1", cause, "PET_MASTER_ADDR must be an address of node 0 itself") from None
-        cause = f"port {node.master_port} is already in use on {node.host}"
-        fix = f"find its holder with: ss -ltnp sport = :{node.master_port}; stop it or choose another port"
+        who = holder(node.master_port)
+        cause = f"port {node.master_port} is already in use on {node.host}" + (f" by {who}" if who else "")
+        fix = "stop it or choose another port" if who else f"find its holder with: ss -ltnp sport = :{node.master_port}"
         raise node.fault("A3", cause, fix) from None
     listener.listen(1024)
     return listener

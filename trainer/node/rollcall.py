@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
@@ -15,8 +15,9 @@ from torch.distributed import DistError
 from trainer.errors import ExitCode, Fault, FaultError
 from trainer.node import parity
 from trainer.node.identity import Identity
+from trainer.node.network import address_towards
 from trainer.node.rendezvous import reach
-from trainer.node.store import REQUEST_SECONDS, connect
+from trainer.node.store import REQUEST_SECONDS, answers, connect
 
 _POLL_SECONDS = 0.2
 _RETRY_SECONDS = 1.0
@@ -41,6 +42,7 @@ class Roll:
     node: Identity
     store: Store
     attempt: int = 0
+    address: str = ""  # of this node, as the others reach it
     lost: bool = False  # node 0 has left a request unanswered: no second one waits for it
 
     def report(self, fault: Fault) -> Fault:
@@ -127,11 +129,10 @@ def join(
     while True:
         reach(node, deadline, pause)
         try:
-            roll = Roll(node, connect(node), terms.attempt)
-            if not roll.is_over():
-                return _report_in(roll, terms, deadline, say, pause)
-            cause = f"the roll call at {node.address} is over; nodes of an earlier start or of another job still run there"
-            trouble = node.fault("A21", cause, "end them, or give each job a port of its own", ExitCode.JOIN)
+            found = _open(node, terms, pause)
+            if isinstance(found, Roll):
+                return _report_in(found, terms, deadline, say, pause)
+            trouble = found
         except (ConnectionError, DistError):
             cause = f"lost node 0 during the roll call: its store at {node.address} does not answer any more"
             trouble = node.fault("C3", cause, "look at node 0's log", ExitCode.NODE_LOST)
@@ -140,9 +141,21 @@ def join(
         pause(_RETRY_SECONDS)
 
 
+def _open(node: Identity, terms: Terms, pause: Callable[[float], None]) -> Roll | FaultError:
+    """The roll call at node 0's address, or what is there instead of it for now."""
+    if node.node_rank and not answers(node, pause):
+        cause = f"what listens at {node.address} is not this job's store"
+        return node.fault("A4", cause, "see what listens there, or choose another port", ExitCode.JOIN)
+    roll = Roll(node, connect(node), terms.attempt, address_towards(node.master_addr) if node.node_rank else "")
+    if not roll.is_over():
+        return roll
+    cause = f"the roll call at {node.address} is over; nodes of an earlier start or of another job still run there"
+    return node.fault("A21", cause, "end them, or give each job a port of its own", ExitCode.JOIN)
+
+
 def _report_in(roll: Roll, terms: Terms, deadline: float, say: Callable[[str], None], pause: Callable[[float], None]) -> Roll:
     node, store, ask = roll.node, roll.store, roll.ask
-    claim = json.dumps({"host": node.host, "pid": os.getpid(), "facts": dict(terms.facts)})
+    claim = json.dumps({"host": node.host, "pid": os.getpid(), "address": roll.address, "facts": dict(terms.facts)})
     holder = ask(lambda: store.compare_set(f"node/{node.node_rank}", "", claim)).decode()
     if holder != claim:
         other = json.loads(holder)
@@ -176,25 +189,45 @@ def _decide(roll: Roll, terms: Terms, deadline: float, say: Callable[[str], None
             return
         if missing and time.monotonic() - said > _SAY_SECONDS:
             said = time.monotonic()
-            say(f"{node.nnodes - len(missing)} of {node.nnodes} nodes are here; waiting for node rank {_list(missing)}")
+            here = node.nnodes - len(missing)
+            say(f"{here} of {node.nnodes} nodes are here; waiting for node rank {_list(missing, node.hosts)}")
         if missing:
             pause(_POLL_SECONDS)
     if not missing:
-        differs = _compare(roll)
+        claims = roll.ask(lambda: {rank: json.loads(roll.store.get(f"node/{rank}")) for rank in range(node.nnodes)})
+        roll.address = address_towards(claims[1]["address"]) if node.nnodes > 1 else ""
+        claims[0]["address"] = roll.address
+        if same := _same_address(claims):
+            roll.give(same.to_json())
+            return
+        differs = _compare(claims)
         if differs and terms.may_differ:
             say(f"warning: {differs.cause}; going on, as watch.parity=warn says")
             differs = None
         roll.give(differs.to_json() if differs else f"{_GO}{roll.attempt}")
         return
-    waited = time.monotonic() - started
-    cause = f"{node.nnodes - len(missing)} of {node.nnodes} nodes joined in {waited:.0f} s; missing: node rank {_list(missing)}"
+    here, waited = node.nnodes - len(missing), time.monotonic() - started
+    cause = f"{here} of {node.nnodes} nodes joined in {waited:.0f} s; missing: node rank {_list(missing, node.hosts)}"
     fix = "look at the missing nodes' logs; a node that is slow to start needs a larger watch.join_seconds"
     roll.give(Fault("A12", node.host, cause, fix, ExitCode.JOIN, node_rank=missing[0]).to_json())
 
 
-def _compare(roll: Roll) -> Fault | None:
+def _same_address(claims: dict[int, dict[str, Any]]) -> Fault | None:
+    """Two hosts that tell the others one address: a bridge of Docker's or of virtual machines, which each host has for itself."""
+    seen: dict[str, int] = {}
+    for rank, claim in claims.items():
+        first = seen.setdefault(claim["address"], rank)
+        if claim["address"] and claims[first]["host"] != claim["host"]:
+            cause = (
+                f"nodes {first} ({claims[first]['host']}) and {rank} ({claim['host']}) both have the address {claim['address']}"
+            )
+            fix = "give PET_MASTER_ADDR on a network that all share, not on a bridge of one host"
+            return Fault("A7", claim["host"], cause, fix, ExitCode.REFUSED, node_rank=rank)
+    return None
+
+
+def _compare(claims: dict[int, dict[str, Any]]) -> Fault | None:
     """The fault of the node that is not like the others, if there is one."""
-    claims = roll.ask(lambda: {rank: json.loads(roll.store.get(f"node/{rank}")) for rank in range(roll.node.nnodes)})
     found = parity.difference({rank: (claim["host"], claim["facts"]) for rank, claim in claims.items()})
     if found is None:
         return None
@@ -203,6 +236,6 @@ def _compare(roll: Roll) -> Fault | None:
     return Fault(code, claims[rank]["host"], cause, fix, ExitCode.REFUSED, node_rank=rank)
 
 
-def _list(numbers: list[int]) -> str:
-    shown = ", ".join(str(number) for number in numbers[:10])
+def _list(numbers: list[int], hosts: tuple[str, ...]) -> str:
+    shown = ", ".join(f"{number} ({hosts[number]})" if hosts else str(number) for number in numbers[:10])
     return shown + (f" and {len(numbers) - 10} more" if len(numbers) > 10 else "")

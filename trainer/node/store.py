@@ -8,6 +8,7 @@ import socket
 import stat
 import struct
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -20,6 +21,7 @@ from trainer.node.signals import STOP_SIGNALS
 from trainer.process import die_with_parent
 
 REQUEST_SECONDS = 10.0  # limit of one request
+ANSWER_SECONDS = 20.0  # limit of the first one; a name server that does not answer costs both sides some seconds
 
 
 def serve(listener: socket.socket, in_child: Callable[[], None]) -> int:
@@ -40,6 +42,43 @@ def serve(listener: socket.socket, in_child: Callable[[], None]) -> int:
             signal.pause()
     finally:
         os._exit(1)
+
+
+def answers(node: Identity, pause: Callable[[float], None]) -> bool:
+    """Whether what listens at node 0's address is a store.
+
+    Tried in a child: the store's client waits for ever for a listener that accepts and then says nothing, whatever its timeout.
+
+    Args:
+        pause: sleeps between looks; what it raises ends the wait.
+    """
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            die_with_parent(parent)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch's warnings would be told twice
+            TCPStore(node.master_addr, node.master_port, is_master=False, wait_for_workers=False)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    until = time.monotonic() + ANSWER_SECONDS
+    try:
+        while time.monotonic() < until:
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                return status == 0
+            pause(0.02)
+    except BaseException:
+        _end(pid)
+        raise
+    _end(pid)
+    return False
+
+
+def _end(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
 
 
 def connect(node: Identity) -> Store:
