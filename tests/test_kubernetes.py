@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.conftest import DIGITS, wait_until
+from tests.conftest import DIGITS, ROOT, wait_until
 from tests.jobs import SHORT, TRAINER, command, equal, losses, metrics, overrides, saved
 from tests.lab.kube import schema
 from tests.lab.kube.api import KubeApi
@@ -269,6 +269,33 @@ def test_a_volume_that_is_not_there_is_refused_before_anything_is_applied(api: K
     code, output = trainer("submit", str(DIGITS), "backend=kubernetes", "kubernetes.volume=nowhere", "run_dir=runs/job")
     assert code == 2 and output.startswith("error: kubernetes.volume=nowhere: is not in namespace default; make it once"), output
     assert not Path("runs").exists() and not any(request.verb != "GET" for request in api.requests)
+
+
+@needs_kubectl
+@needs_schema
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_files_and_what_render_prints_can_be_applied_by_hand(kind: str, api: KubeApi) -> None:
+    environ = {name: os.environ[name] for name in ("KUBECONFIG", "HOME")}
+    for file in ("volume.yaml", f"{kind}.yaml"):
+        code, output = command("kubectl", "apply", "-f", str(ROOT / "k8s" / file), **environ)
+        assert code == 0, output
+    make = [
+        "make",
+        "render",
+        "BACKEND=kubernetes",
+        f"SET=kubernetes.kind={kind}",
+        "NODES=2",
+        f"VENV={Path(TRAINER[0]).parents[1]}",
+    ]
+    code, rendered = command(*make, cwd=ROOT, **environ)
+    assert code == 0, rendered
+    Path("manifest.yaml").write_text(rendered)
+    code, output = command("kubectl", "apply", "-f", "manifest.yaml", cwd=Path.cwd(), **environ)
+    assert code == 0 and output.count("created") == len(list(yaml.safe_load_all(rendered))), output
+    typo = rendered.replace("terminationGracePeriodSeconds", "terminationGracePeriod")
+    Path("manifest.yaml").write_text(typo)
+    code, output = command("kubectl", "apply", "-f", "manifest.yaml", cwd=Path.cwd(), **environ)
+    assert code and "terminationGracePeriod" in output, "a typo is refused"
 
 
 @needs_schema
