@@ -60,7 +60,7 @@ def test_a_task_of_an_array_stops_and_goes_on_by_itself(shared: Path) -> None:
         (["--array", "resources.nodes=1,2"], "--array resources: the tasks of an array run on the same machines"),
         (["--array", "training.seed"], "--array training.seed: write section.key=V1,V2"),
         (["--array", "training.sed=1,2"], "training.sed=1: no such setting; did you mean training.seed?"),
-        (["--array", "training.seed=1,2", "slurm.options={array: 0-9}"], "slurm.options.array=0-9: --array numbers the tasks"),
+        (["--array", "training.seed=1,2", "slurm.options={array: 0-9}"], "slurm.options.array=0-9: the kit numbers the tasks"),
         (["--after", "nowhere"], "RUN=nowhere: no such run folder"),
         (["--array", "training.seed=1,2", "backend=local"], "--array: backend=local has no queue for it"),
         (["--simulate-preemption-after", "5", "backend=local"], "--simulate-preemption-after: backend=local has no queue"),
@@ -104,7 +104,7 @@ def test_a_run_that_fails_takes_those_after_it_along(shared: Path) -> None:
     code, output = command(*TRAINER, "logs", "--follow", str(shared / "second"))
     assert code == 2 and "no log" in output, output
     status = command(*TRAINER, "status", str(shared / "second"))[1]
-    assert ": lost: job" in status and "never started: it was to come after" in status, status
+    assert ": lost: job" in status and "which it was to come after, did not end well" in status, status
     code, output = command(*TRAINER, "submit", "--after", str(shared / "first"), "run.yaml", cwd=shared)
     assert code == 2 and "has not ended well (FAULT C1" in output, output
 
