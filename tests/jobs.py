@@ -20,7 +20,8 @@ SHORT = [str(DIGITS), "training.max_steps=20", "training.log_every_steps=1"]  # 
 
 def start(*argv: str, cwd: Path = ROOT, **environ: str) -> subprocess.Popen[str]:
     """Start a command; its output is read by `finish`."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PET_", "RANK", "WORLD_SIZE"))}
+    foreign = ("PET_", "RANK", "WORLD_SIZE", "MAKE", "MFLAGS")  # under `make test` another make would say which folder it enters
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     return subprocess.Popen(
         argv,
         cwd=cwd,

@@ -156,7 +156,7 @@ def test_a_name_that_does_not_resolve_a_port_that_is_filtered_and_one_that_nobod
 @netns
 def test_a_port_that_another_program_holds(nodes: Nodes, cluster: Cluster) -> None:
     server = f"import socket, time; s = socket.socket(); s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1); s.bind(('', {PORT})); s.listen(); time.sleep(60)"
-    other = subprocess.Popen([*cluster.enter("node1"), sys.executable, "-c", server])
+    other = subprocess.Popen([*cluster.enter("node1"), "setpriv", "--pdeathsig", "KILL", sys.executable, "-c", server])
     try:
         assert wait_until(lambda: f":{PORT} " in cluster.on("node1", "ss", "-ltn").stdout, 20)
         nodes.start(0, "watch.join_seconds=15")
