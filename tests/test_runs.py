@@ -37,14 +37,6 @@ def slow(run: Path, seconds: float = 0.005, **more: object) -> list[str]:
     return [*SLOW, overrides(run), f"data.args={{seconds: {seconds}}}", *settings]
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("uninterrupted") / "run"
-    code, output = command(*TRAINER, "node", *slow(run, 0.0))
-    assert code == 0, output
-    return run
-
-
 def same_as(uninterrupted: Path, run: Path) -> bool:
     """To the last bit: every step's loss, once, and the weights."""
     return losses(run) == losses(uninterrupted) and equal(saved(run), saved(uninterrupted))

@@ -104,7 +104,7 @@ def test_a_run_that_fails_takes_those_after_it_along(shared: Path) -> None:
     code, output = command(*TRAINER, "logs", "--follow", str(shared / "second"))
     assert code == 2 and "no log" in output, output
     status = command(*TRAINER, "status", str(shared / "second"))[1]
-    assert ": lost: job" in status and "which it was to come after, did not end well" in status, status
+    assert ": lost: job" in status and "never started: it was to come after" in status, status
     code, output = command(*TRAINER, "submit", "--after", str(shared / "first"), "run.yaml", cwd=shared)
     assert code == 2 and "has not ended well (FAULT C1" in output, output
 

@@ -56,7 +56,8 @@ class Container(Section):
     runtime: Literal["pyxis", "enroot", "apptainer", "docker", "podman", "none"] = "none"
     """What starts the image on a Slurm node; none: the nodes use this environment's Python."""
     image: Annotated[str, Field(pattern=r"^[^\s,]+$")] | None = None
-    """Image that holds the kit: name with tag or digest, or a .sqsh or .sif file; null: the pinned one, and the kit mounted."""
+    """Image that holds the kit: a name with tag or digest, or a .sqsh or .sif file. null: on Slurm the pinned image with the kit
+    mounted, elsewhere the one that `make image` builds."""
     cuda_version: Annotated[str, Field(pattern=r"^\d+\.\d+$")] | None = None
     """CUDA version that torch in the image must have, such as "13.4"; null: the pinned image's there, not checked elsewhere."""
     python: str = "python3"

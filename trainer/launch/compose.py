@@ -80,11 +80,8 @@ def cancel(run: Run, now: bool = False) -> str:
     if not _containers(run):
         return "not running"
     _docker(*_compose(str(run.folder))[1:], "kill", "--signal", "KILL" if now else "TERM")
-    return (
-        f"killed {run.job['nodes']} nodes"
-        if now
-        else f"asked {run.job['nodes']} nodes to save and stop; see trainer status {run.folder}"
-    )
+    nodes = f"{run.job['nodes']} nodes"
+    return f"killed {nodes}" if now else f"asked {nodes} to save and stop; see trainer status {run.folder}"
 
 
 def _service(config: Config, run_dir: str, rank: int) -> dict[str, Any]:
@@ -111,7 +108,7 @@ def _service(config: Config, run_dir: str, rank: int) -> dict[str, Any]:
     if resources.cpus_per_node:
         service["cpus"] = resources.cpus_per_node
     if resources.memory_gb_per_node:
-        service["mem_limit"] = f"{int(resources.memory_gb_per_node * 1024)}m"
+        service["mem_limit"] = f"{max(1, int(resources.memory_gb_per_node * 1024))}m"
     if gpus := resources.gpus_per_node:
         service["ulimits"] |= {"memlock": -1, "stack": 67108864}
         devices = {"driver": "nvidia", "device_ids": [str(gpus * rank + i) for i in range(gpus)], "capabilities": ["gpu"]}

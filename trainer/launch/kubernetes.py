@@ -53,6 +53,7 @@ def submit(submission: Submission) -> Run:
     if _get(settings.namespace, "persistentvolumeclaim", settings.volume) is None:
         remedy = "make it once, as with kubectl apply -f k8s/volume.yaml, or name another"
         raise ConfigError(f"kubernetes.volume={settings.volume}: is not in namespace {settings.namespace}; {remedy}")
+    plan(submission, new_run_dir(config))  # what it refuses leaves no folder behind
     run_dir = new_run_dir(config, make=True)
     with locked(submission, run_dir):
         made = plan(submission, run_dir)

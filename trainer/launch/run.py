@@ -76,7 +76,7 @@ class Run:
     def outcome(self, who: str) -> Status:
         """How a run ended, by its nodes' own words; `who` is the job's name in the line for a person."""
         job = self.job
-        events = [event for event in self.events() if event["time"] >= int(job["submitted"])]
+        events = [event for event in self.events() if event["time"] >= job["submitted"]]
         ends = [event for event in events if event["event"] == "node_end"]
         last = [event for event in ends if event["attempt"] == ends[-1]["attempt"]]  # empty if there are none
         faults = [event["fault"] for event in last if event["fault"]]
@@ -87,7 +87,7 @@ class Run:
         if faults:
             return Status("failed", faults[0])
         if not last and not batch and not self.last_word():
-            return Status("lost", f"{who} was cancelled before it started{self._waited_for()}")
+            return Status("lost", f"{who} {self._never_started()}")
         if len(last) < job["nodes"]:
             lost = f"{job['nodes'] - len(last)} of {job['nodes']} nodes ended without a word"
             return Status("lost", f"{who}: {lost}; last line: {self.last_word()}")
@@ -95,9 +95,11 @@ class Run:
             return Status("stopped", f"{who} stopped on request and saved; go on with: trainer submit {self.folder}/config.yaml")
         return Status("done", f"{who} ended well")
 
-    def _waited_for(self) -> str:
+    def _never_started(self) -> str:
         after = self.job.get("after")
-        return f", or {after}, which it was to come after, did not end well" if after else ""
+        if after and backend(self.job["backend"]).status(Run(Path(after))).state not in (*ACTIVE, "done"):
+            return f"never started: it was to come after {after}, which did not end well"
+        return "was cancelled before it started"
 
     def last_word(self) -> str:
         """Why a run ended that left no other word: the last error, or else line, in the newest log of a batch job or node."""

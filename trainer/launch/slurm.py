@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from trainer.config import Config
@@ -62,12 +63,14 @@ def submit(submission: Submission) -> Run:
     """
     if shutil.which("sbatch") is None:
         raise ConfigError("backend=slurm: no sbatch on PATH; submit from a login host of the cluster, or set backend=local")
+    plan(submission, new_run_dir(submission.config))  # what it refuses leaves no folder behind
     run_dir = new_run_dir(submission.config, make=True)
     with locked(submission, run_dir):
         folders = submission.folders(run_dir)
         made = plan(submission, run_dir)
         run = write_plan(made)
         (command,) = made.commands
+        sent = round(time.time(), 3)  # a job may be over before sbatch has answered
         done = subprocess.run(command.argv, env={**_clean(), **command.environ}, capture_output=True, text=True)
         if done.returncode:
             raise ConfigError(f"sbatch: {' '.join(done.stderr.split()) or 'failed without a word'}; correct the setting it names")
@@ -75,7 +78,8 @@ def submit(submission: Submission) -> Run:
         if not job.isdecimal():
             raise ConfigError(f"sbatch: answered {' '.join(done.stdout.split())!r} instead of a job's number; see slurm.options")
         after = str(submission.after.folder) if submission.after else None
-        facts = {"job_id": job, "user": getpass.getuser(), "nodes": submission.config.resources.nodes, "after": after}
+        nodes = submission.config.resources.nodes
+        facts = {"job_id": job, "submitted": sent, "user": getpass.getuser(), "nodes": nodes, "after": after}
         keep(run, made, {**facts, "tasks": len(folders) if submission.array else 0})
         for number, task in enumerate(run.tasks):
             keep(task, made, {**facts, "job_id": f"{job}_{number}"})
