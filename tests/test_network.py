@@ -196,6 +196,29 @@ def test_a_bridge_that_each_host_has_for_itself(nodes: Nodes, cluster: Cluster) 
 
 
 @netns
+@pytest.mark.parametrize("culprits", [(0,), (1,), (0, 1)])
+def test_what_is_wrong_with_one_node_is_the_same_line_on_all(culprits: tuple[int, ...], nodes: Nodes) -> None:
+    for rank in (0, 1):
+        nodes.start(rank, *(["container.cuda_version='1.0'", "watch.parity=warn"] if rank in culprits else []))
+    ended = nodes.end()
+    lines = {line for _, output in ended for line in output.splitlines() if line.startswith("FAULT ")}
+    assert [code for code, _ in ended] == [4, 4] and len(lines) == 1, ended
+    assert lines.pop().startswith(tuple(f"FAULT B3 host=node{rank + 1} node_rank={rank}: torch " for rank in culprits)), ended
+    assert not metrics(nodes.run)
+
+
+@netns
+def test_a_refusal_reaches_a_node_that_looks_late(nodes: Nodes) -> None:
+    """Node 0 gives the verdict and keeps its store until all have read it."""
+    nodes.start(0, "training.seed=1")
+    nodes.start(1, "training.seed=2")
+    ended = nodes.end()
+    assert [code for code, _ in ended] == [4, 4] and all(
+        "FAULT B4 host=node2 node_rank=1: config: " in output for _, output in ended
+    ), ended
+
+
+@netns
 def test_the_missing_node_is_told_by_its_name(nodes: Nodes) -> None:
     slurm = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_ID": "1"}
     nodes.start(0, "watch.join_seconds=3", **slurm)

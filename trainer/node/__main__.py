@@ -11,19 +11,18 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from trainer import targets
 from trainer.config import TRAIN, Config
-from trainer.errors import ERROR_FILE, ConfigError, ExitCode, FaultError, KitError
-from trainer.node import network, parity, ranks, rendezvous, signals, software
+from trainer.errors import ERROR_FILE, ExitCode, FaultError, KitError
+from trainer.node import network, parity, prepare, ranks, rendezvous, signals, software
 from trainer.node.guard import Guard
 from trainer.node.identity import Identity, identify
 from trainer.node.logs import RunFolder, say
-from trainer.process import usable_cores
 from trainer.settings import check_resume, dump_config, load_config
 
 if TYPE_CHECKING:
+    from trainer.node.rollcall import Roll
     from trainer.node.watch import Watch
 
 TERMINAL = "TRAINER_TERMINAL_FD"  # tells rank 0 where to draw its progress bar
@@ -89,19 +88,20 @@ class _Node:
         listener = rendezvous.listen(node) if node.node_rank == 0 else None
         if listener:
             node = self.node = _with_port(node, listener.getsockname()[1])
-        self._prepare_environment()
-        _warm_up(self.config)
+        prepare.environment(os.environ, node.nproc_per_node, node.master_addr == "127.0.0.1")
+        kit = self.config.entrypoint == TRAIN
+        parts = {name: getattr(self.config, name).target for name in ("model", "data", "loss", "optimizer")} if kit else {}
+        prepare.warm_up(TRAIN if kit else None, parts)
         # Loaded here and not at the top: it brings torch, and the threads of its libraries are counted from the environment.
         rollcall = importlib.import_module("trainer.node.rollcall")
         watch = importlib.import_module("trainer.node.watch")
-        self._check_here()
         waker = signals.Signals(os.environ.get(HEALTH_FILE))
         deadline = time.monotonic() + self.config.watch.join_seconds
         if listener:
             importlib.import_module("trainer.node.store").serve(listener, self.guard.forget)
             self._keep_config()
         try:
-            roll = rollcall.join(node, self._terms(rollcall), deadline, say, waker.pause)
+            roll = self._join(rollcall, deadline, waker)
         except signals.StopRequest as stop:
             say(f"[{node.host}] {stop}: stopped before the ranks were started")
             self.end(ExitCode.STOPPED, None)
@@ -112,32 +112,34 @@ class _Node:
         watcher = watch.Watch(roll, self.guard, waker, _on_terminal(node), limits.stop_seconds, limits.stall_seconds)
         return self._train(watcher)
 
-    def _terms(self, rollcall: ModuleType) -> Any:
-        config = self.config
+    def _join(self, rollcall: ModuleType, deadline: float, waker: signals.Signals) -> Roll:
+        config, trouble = self.config, self._own_trouble()
+        if trouble and self.node.nnodes == 1:
+            raise trouble
+        if trouble:
+            say(f"[{self.node.host}] {trouble.fault.cause}: telling the other nodes")
         script = Path(config.entrypoint) if config.entrypoint != TRAIN else None
         facts = parity.facts(dump_config(config), script, sys.modules["torch"])
-        return rollcall.Terms(self.folder.attempts(), facts, config.watch.parity == "warn")
+        terms = rollcall.Terms(self.attempt, facts, config.watch.parity == "warn", trouble.fault if trouble else None)
+        try:
+            roll: Roll = rollcall.join(self.node, terms, deadline, say, waker.pause)
+        except FaultError as error:
+            if trouble and error.exit_code.retryable:  # the others could not be told
+                raise trouble from None
+            raise
+        return roll
 
-    def _prepare_environment(self) -> None:
-        """Before torch is loaded: thread counts (a torchrun of several ranks would set one), and loopback for one machine."""
-        cores = usable_cores()
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // self.node.nproc_per_node)))
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start a thread here, and forked ranks would miss it
-        if self.node.master_addr == "127.0.0.1" and sys.platform == "linux":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        sys.path.insert(0, os.getcwd())  # targets of the user's own
-
-    def _check_here(self) -> None:
+    def _own_trouble(self) -> FaultError | None:
+        """What is wrong with this node by itself."""
         if cause := network.problem(os.environ):
-            raise self.node.fault("A8", cause, "name one of them, or unset it: the kit finds the right one")
+            return self.node.fault("A8", cause, "name one of them, or unset it: the kit finds the right one")
         torch, wanted = sys.modules["torch"], self.config.container.cuda_version
         cause = software.cuda_problem(wanted, torch.__version__, torch.version.cuda) if wanted else None
         fix = "start the image that has it, or correct container.cuda_version (IMAGE_CUDA)"
         if cause is None and self.config.resources.gpus_per_node:
             cause = software.driver_problem(torch.version.cuda, os.environ.get("_CUDA_COMPAT_STATUS", ""))
             fix = "install a newer driver on this machine, or start an image for an older CUDA version"
-        if cause:
-            raise self.node.fault("B3", cause, fix)
+        return self.node.fault("B3", cause, fix) if cause else None
 
     def _keep_config(self) -> None:
         check_resume(self.config, self.folder.folder)
@@ -217,29 +219,6 @@ def _leave(code: int | None) -> None:
     if folder := os.environ.get(EXIT_CODES):
         with suppress(OSError):
             (Path(folder) / f"{socket.gethostname()}-{os.getpid()}").write_text("" if code is None else f"{int(code)}\n")
-
-
-def _warm_up(config: Config) -> None:
-    """Import once what every rank needs, so that forked ranks start in a moment. Nothing here may touch CUDA.
-
-    Raises:
-        ConfigError: a target does not exist, or a library of the kit's: no rank starts then.
-    """
-    _bring("torch")
-    if config.entrypoint == TRAIN:
-        _bring(f"{TRAIN}.__main__")
-        del sys.modules[f"{TRAIN}.__main__"]  # each rank runs it as its own __main__; what it imported stays warm
-        importlib.import_module("torch._dynamo")  # the DDP constructor loads it
-        for name in ("model", "data", "loss", "optimizer"):
-            targets.resolve(name, getattr(config, name).target)
-
-
-def _bring(name: str) -> None:
-    try:
-        importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        remedy = "pip install 'ddp-job-kit[train]' there, or use the kit's image"
-        raise ConfigError(f"{sys.executable}: has no module {error.name}; {remedy}") from None
 
 
 def _with_port(node: Identity, port: int) -> Identity:

@@ -149,9 +149,11 @@ def _check_others(environ: Mapping[str, str], found: Identity) -> None:
     if given is not None and given not in (str(found.nnodes), str(found.world_size)):
         cause = f"WORLD_SIZE={given}, but PET_NNODES={found.nnodes} with {found.nproc_per_node} ranks on each"
         raise found.fault("A13", cause, "unset WORLD_SIZE, or make the two agree")
-    for name in ("RANK", "SLURM_NODEID"):
-        step = environ.get("SLURM_STEP_NUM_NODES", str(found.nnodes)) if name == "SLURM_NODEID" else str(found.nnodes)
-        if name in environ and step == str(found.nnodes) > "1" and environ[name] != str(found.node_rank):
+    names = ["RANK"]
+    if environ.get("SLURM_STEP_NUM_NODES", str(found.nnodes)) == str(found.nnodes):  # else the step is of other nodes
+        names.append("SLURM_NODEID")
+    for name in names if found.nnodes > 1 else []:
+        if environ.get(name, str(found.node_rank)) != str(found.node_rank):
             cause = f"{name}={environ[name]}, but PET_NODE_RANK={found.node_rank}"
             raise found.fault("A13", cause, f"unset {name}, or make the two agree")
 

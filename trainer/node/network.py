@@ -31,6 +31,8 @@ def interfaces() -> dict[str, str]:
 
 def address_towards(host: str) -> str:
     """The address of this machine that the route to a host starts from, or empty; nothing is sent."""
+    if not host:
+        return ""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))

@@ -1,4 +1,4 @@
-"""What must be the same on all nodes of a job: each tells it when it reports in, and node 0 names the odd one out."""
+"""What must be the same on all nodes of a job, and what must not: each tells it when it reports in, and node 0 judges."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer import __version__
+from trainer.errors import ExitCode, Fault
 
 # The catalogue's kinds: nodes with other software, or with another config or script.
 _CODES = {"config": "B4", "entrypoint": "B4"}
@@ -52,6 +53,32 @@ def difference(nodes: Mapping[int, tuple[str, Mapping[str, str]]]) -> tuple[str,
         first = odd[0]
         cause = f"{item}: node {first} ({nodes[first][0]}) has {values[first]}, {others}{more}"
         return _CODES.get(item, "B1"), cause, first
+    return None
+
+
+def compare(claims: Mapping[int, Mapping[str, Any]]) -> Fault | None:
+    """The fault of the node that is not like the others, if there is one.
+
+    Args:
+        claims: node rank -> what the node told: host, address, facts.
+    """
+    found = difference({rank: (claim["host"], claim["facts"]) for rank, claim in claims.items()})
+    if found is None:
+        return None
+    code, cause, rank = found
+    fix = "start the same image, code and config on every node, or let them differ with watch.parity=warn"
+    return Fault(code, claims[rank]["host"], cause, fix, ExitCode.REFUSED, node_rank=rank)
+
+
+def same_address(claims: Mapping[int, Mapping[str, Any]]) -> Fault | None:
+    """Two hosts that tell the others one address: a bridge of Docker's or of virtual machines, which each host has for itself."""
+    seen: dict[str, int] = {}
+    for rank, claim in claims.items():
+        first, address = seen.setdefault(claim["address"], rank), claim["address"]
+        if address and claims[first]["host"] != claim["host"]:
+            cause = f"nodes {first} ({claims[first]['host']}) and {rank} ({claim['host']}) both have the address {address}"
+            fix = "give PET_MASTER_ADDR on a network that all share, not on a bridge of one host"
+            return Fault("A7", claim["host"], cause, fix, ExitCode.REFUSED, node_rank=rank)
     return None
 
 

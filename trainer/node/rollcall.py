@@ -6,8 +6,9 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
@@ -22,6 +23,7 @@ from trainer.node.store import REQUEST_SECONDS, answers, connect
 _POLL_SECONDS = 0.2
 _RETRY_SECONDS = 1.0
 _SAY_SECONDS = 15.0
+_LEAVE_SECONDS = 5.0
 _GO = "go"
 _Answer = TypeVar("_Answer")
 
@@ -33,6 +35,7 @@ class Terms:
     attempt: int  # its count of attempts; node 0's word counts
     facts: Mapping[str, str]  # what has to be the same on every node
     may_differ: bool = False  # only warn where it is not
+    trouble: Fault | None = None  # what this node has found wrong with itself: the others are to end with the same line
 
 
 @dataclass
@@ -164,6 +167,10 @@ def _report_in(roll: Roll, terms: Terms, deadline: float, say: Callable[[str], N
         )
         fault = node.fault("A11", cause, "give each node a PET_NODE_RANK of its own").fault
         roll.give(roll.report(fault).to_json())
+    ask(lambda: store.add("came", 1))
+    if terms.trouble:
+        told = terms.trouble.to_json()
+        ask(lambda: store.compare_set("trouble", "", told))
     if node.node_rank == 0:
         _decide(roll, terms, deadline, say, pause)
     # Node 0 decides by its own clock; the others give it some seconds more before they call it lost.
@@ -173,38 +180,48 @@ def _report_in(roll: Roll, terms: Terms, deadline: float, say: Callable[[str], N
         pause(_POLL_SECONDS)
     verdict = ask(lambda: store.get("verdict")).decode()
     if not verdict.startswith(_GO):
+        _leave_together(roll)
         raise FaultError(Fault.from_json(verdict))
     roll.attempt = int(verdict.removeprefix(_GO))
     return roll
+
+
+def _leave_together(roll: Roll) -> None:
+    """Before a job that cannot start is left, all who came read the verdict: with node 0 the store would go, and a scheduler ends
+    the others as soon as one has ended."""
+    until = time.monotonic() + _LEAVE_SECONDS
+    with suppress(ConnectionError):
+        roll.ask(lambda: roll.store.add("read", 1))
+        while time.monotonic() < until:
+            came, read = (int(roll.ask(lambda key=key: roll.store.add(key, 0))) for key in ("came", "read"))  # type: ignore[misc]
+            if read >= came:
+                return
+            time.sleep(_POLL_SECONDS)
 
 
 def _decide(roll: Roll, terms: Terms, deadline: float, say: Callable[[str], None], pause: Callable[[float], None]) -> None:
     """Node 0: wait for all, then give the verdict."""
     node = roll.node
     missing = list(range(1, node.nnodes))
-    started = said = time.monotonic()
+    trouble, started = False, time.monotonic()
+    said = started
     while missing and time.monotonic() < deadline:
         missing = [rank for rank in missing if not roll.ask(lambda rank=rank: roll.store.check([f"node/{rank}"]))]  # type: ignore[misc]
         if roll.is_over():
             return
+        if not trouble and roll.ask(lambda: roll.store.check(["trouble"])):
+            trouble, deadline = True, min(deadline, time.monotonic() + _LEAVE_SECONDS)  # the job cannot start any more
         if missing and time.monotonic() - said > _SAY_SECONDS:
             said = time.monotonic()
             here = node.nnodes - len(missing)
             say(f"{here} of {node.nnodes} nodes are here; waiting for node rank {_list(missing, node.hosts)}")
         if missing:
             pause(_POLL_SECONDS)
+    if roll.ask(lambda: roll.store.check(["trouble"])):
+        roll.give(roll.ask(lambda: roll.store.get("trouble")).decode())
+        return
     if not missing:
-        claims = roll.ask(lambda: {rank: json.loads(roll.store.get(f"node/{rank}")) for rank in range(node.nnodes)})
-        roll.address = address_towards(claims[1]["address"]) if node.nnodes > 1 else ""
-        claims[0]["address"] = roll.address
-        if same := _same_address(claims):
-            roll.give(same.to_json())
-            return
-        differs = _compare(claims)
-        if differs and terms.may_differ:
-            say(f"warning: {differs.cause}; going on, as watch.parity=warn says")
-            differs = None
-        roll.give(differs.to_json() if differs else f"{_GO}{roll.attempt}")
+        roll.give(_compared(roll, terms, say))
         return
     here, waited = node.nnodes - len(missing), time.monotonic() - started
     cause = f"{here} of {node.nnodes} nodes joined in {waited:.0f} s; missing: node rank {_list(missing, node.hosts)}"
@@ -212,28 +229,18 @@ def _decide(roll: Roll, terms: Terms, deadline: float, say: Callable[[str], None
     roll.give(Fault("A12", node.host, cause, fix, ExitCode.JOIN, node_rank=missing[0]).to_json())
 
 
-def _same_address(claims: dict[int, dict[str, Any]]) -> Fault | None:
-    """Two hosts that tell the others one address: a bridge of Docker's or of virtual machines, which each host has for itself."""
-    seen: dict[str, int] = {}
-    for rank, claim in claims.items():
-        first = seen.setdefault(claim["address"], rank)
-        if claim["address"] and claims[first]["host"] != claim["host"]:
-            cause = (
-                f"nodes {first} ({claims[first]['host']}) and {rank} ({claim['host']}) both have the address {claim['address']}"
-            )
-            fix = "give PET_MASTER_ADDR on a network that all share, not on a bridge of one host"
-            return Fault("A7", claim["host"], cause, fix, ExitCode.REFUSED, node_rank=rank)
-    return None
-
-
-def _compare(claims: dict[int, dict[str, Any]]) -> Fault | None:
-    """The fault of the node that is not like the others, if there is one."""
-    found = parity.difference({rank: (claim["host"], claim["facts"]) for rank, claim in claims.items()})
-    if found is None:
-        return None
-    code, cause, rank = found
-    fix = "start the same image, code and config on every node, or let them differ with watch.parity=warn"
-    return Fault(code, claims[rank]["host"], cause, fix, ExitCode.REFUSED, node_rank=rank)
+def _compared(roll: Roll, terms: Terms, say: Callable[[str], None]) -> str:
+    """The verdict on nodes that are all here."""
+    claims = roll.ask(lambda: {rank: json.loads(roll.store.get(f"node/{rank}")) for rank in range(roll.node.nnodes)})
+    roll.address = address_towards(claims[1]["address"]) if len(claims) > 1 else ""
+    claims[0]["address"] = roll.address
+    if same := parity.same_address(claims):
+        return same.to_json()
+    differs = parity.compare(claims)
+    if differs and terms.may_differ:
+        say(f"warning: {differs.cause}; going on, as watch.parity=warn says")
+        differs = None
+    return differs.to_json() if differs else f"{_GO}{roll.attempt}"
 
 
 def _list(numbers: list[int], hosts: tuple[str, ...]) -> str:
