@@ -111,6 +111,18 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+@pytest.fixture(scope="session")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of `slow` that nobody has disturbed, which a disturbed one has to equal."""
+    from tests.jobs import TRAINER, command
+    from tests.test_runs import slow
+
+    run = tmp_path_factory.mktemp("uninterrupted") / "run"
+    code, output = command(*TRAINER, "node", *slow(run, 0.0))
+    assert code == 0, output
+    return run
+
+
 def wait_until(condition: Callable[[], object], seconds: float = 60) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tests.conftest import DIGITS, ROOT, wait_until
-from tests.jobs import SHORT, TRAINER, command, equal, losses, metrics, overrides, saved
+from tests.jobs import SHORT, TRAINER, command, equal, losses, metrics, saved
 from tests.lab.kube import schema
 from tests.lab.kube.api import KubeApi
 from tests.lab.kube.pods import Emulator, Faults, missing
@@ -45,33 +45,16 @@ def all_logs(run: Emulator, kind: str) -> str:
     return "\n".join(f"--- {pod}\n{run.log(pod)}" for pod in (FIRST[kind], SECOND[kind]))
 
 
-@pytest.fixture(scope="module")
-def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same four ranks on this machine."""
-    run = tmp_path_factory.mktemp("local") / "run"
-    code, output = command(*TRAINER, "run", *SHORT, *TWO, overrides(run))
-    assert code == 0, output
-    return run
-
-
 @real
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_pods_learn_what_one_machine_does_whoever_comes_first(kind: str, tmp_path: Path, local: Path) -> None:
-    """The first pod starts 5 s late, and its name resolves 20 s after that."""
+def test_two_pods_learn_what_one_machine_does_whoever_comes_first(kind: str, tmp_path: Path, reference: Path) -> None:
+    """The first pod starts 5 s late, and its name resolves 15 s after that."""
     claim = tmp_path / "claim"
     late = Faults(start_after={FIRST[kind]: 5}, resolves_after={FIRST[kind]: 15})
     with emulator(kind, claim, *SHORT, *TWO, faults=late) as run:
         verdict = run.wait(120)
         assert verdict.condition in ("Succeeded", "Complete"), f"{verdict}\n{all_logs(run, kind)}"
-    assert losses(claim / "job") == losses(local) and equal(saved(claim / "job"), saved(local))
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("uninterrupted") / "run"
-    code, output = command(*TRAINER, "node", *slow(run, 0.0))
-    assert code == 0, output
-    return run
+    assert losses(claim / "job") == losses(reference) and equal(saved(claim / "job"), saved(reference))
 
 
 def writes(pid: int, log: str) -> bool:
