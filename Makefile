@@ -16,13 +16,14 @@ SLURM_PACKAGES := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge ip
 DOCKER_PACKAGES := docker.io slirp4netns mmdebstrap iproute2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: train check render submit apply status logs cancel image smoke smoke-without-engine sbom slurm-up slurm-down slurm-packages \
+.PHONY: train check render submit rollcall apply status logs cancel image smoke smoke-without-engine sbom slurm-up slurm-down slurm-packages \
   docker-packages test lint bench clean
 
 train: $(VENV)/.train
 	@$(BIN)/trainer run "$(CONFIG)" $(SET)
 
-check render submit: $(VENV)/.train
+# make rollcall NODES=2: who is there, who differs, which way is slow; trains nothing.
+check render submit rollcall: $(VENV)/.train
 	@$(BIN)/trainer $@ "$(SITE)" "$(CONFIG)" $(if $(BACKEND),backend=$(BACKEND)) $(if $(NODES),resources.nodes=$(NODES)) $(if $(GPUS),resources.gpus_per_node=$(GPUS)) $(SET)
 
 # On Kubernetes: make render BACKEND=kubernetes | kubectl apply -f -, or at once:

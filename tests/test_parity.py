@@ -55,15 +55,15 @@ def test_a_config_that_differs_in_one_key_is_refused_before_the_first_step(folde
     lines = {next(line for line in output.splitlines() if line.startswith("FAULT")) for _, output in ended}
     (line,) = lines
     assert [code for code, _ in ended] == [4, 4]
-    assert line.startswith("FAULT B4 host=") and "node_rank=1: config: node 1 (" in line and "watch.parity=warn" in line
+    assert line.startswith("FAULT B4 host=") and "node_rank=1: config: node 1 (" in line and "rollcall.parity=warn" in line
     assert not (folder / "run" / "metrics.jsonl").exists()
 
 
 @pytest.mark.ranks
 def test_an_explicit_override_lets_it_run_with_a_warning(folder: Path) -> None:
-    ended = two_nodes(folder / "run", "watch.stop_seconds=61", both=("watch.parity=warn",))
+    ended = two_nodes(folder / "run", "watch.stop_seconds=61", both=("rollcall.parity=warn",))
     assert [code for code, _ in ended] == [0, 0], ended
-    assert "warning: config: node 1 (" in ended[0][1] and "going on, as watch.parity=warn says" in ended[0][1]
+    assert "warning: config: node 1 (" in ended[0][1] and "going on, as rollcall.parity=warn says" in ended[0][1]
 
 
 def test_a_script_that_differs_is_another_script(folder: Path) -> None:

@@ -1,6 +1,4 @@
 import socket
-import threading
-import time
 
 import pytest
 
@@ -38,24 +36,17 @@ def test_the_launchers_bound_port_is_taken_over(monkeypatch: pytest.MonkeyPatch)
         ("no-such-host.invalid", "A2", "'no-such-host.invalid' (port {port}) does not resolve"),
     ],
 )
-def test_what_cannot_be_reached_is_told_apart_within_the_deadline(address: str, code: str, words: str) -> None:
+def test_what_cannot_be_reached_is_told_apart(address: str, code: str, words: str) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    started = time.monotonic()
     with pytest.raises(FaultError) as error:
-        reach(node(port, address), time.monotonic() + 1.5)
+        reach(node(port, address))
     line = error.value.fault.line()
     assert line.startswith(f"FAULT {code} ") and words.format(port=port) in line and str(port) in line
-    assert error.value.exit_code == ExitCode.JOIN and time.monotonic() - started < 20
+    assert error.value.exit_code == ExitCode.JOIN
 
 
-def test_node_0_may_come_late() -> None:
-    with socket.socket() as late:
-        late.bind(("127.0.0.1", 0))
-        timer = threading.Timer(0.7, late.listen)
-        timer.start()
-        started = time.monotonic()
-        reach(node(late.getsockname()[1]), started + 10)
-        timer.join()
-        assert time.monotonic() - started > 0.5
+def test_a_port_that_is_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, reach(node(listener.getsockname()[1])) as connection:
+        assert connection.getpeername() == listener.getsockname()

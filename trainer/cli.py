@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
+import os
 import sys
 from importlib import metadata
 from pathlib import Path
 
-from trainer import __version__, settings
+from trainer import __version__, settings, table
 from trainer.config import Config
 from trainer.errors import ConfigError, ExitCode, KitError
 from trainer.launch import job as jobs
@@ -76,6 +78,29 @@ def node(arguments: argparse.Namespace) -> int:
     return int(importlib.import_module("trainer.node.__main__").main(arguments.config))
 
 
+def rollcall(arguments: argparse.Namespace) -> int:
+    """Hold only the roll call on the nodes of a run, and print who is there and what differs."""
+    words = ["rollcall.only=true"]
+    if not any(word.startswith("rollcall.probe=") for word in arguments.config):
+        words.append("rollcall.probe=full")
+    if "PET_NNODES" in os.environ or "SLURM_STEP_ID" in os.environ:  # one of the nodes, as under srun
+        arguments.config += words
+        return node(arguments)
+    job = jobs.submit(_load(arguments, *words))
+    print(f"roll call{job.number}: {_short(job.folder)}", file=sys.stderr)
+    code = ExitCode.DONE
+    try:
+        job.wait()
+    except jobs.JobFailedError as error:
+        code = next((ExitCode(event["exit_code"]) for event in job.run.events() if event["event"] == "node_end"), error.exit_code)
+        print(*error.lines, sep="\n", file=sys.stderr)
+    kept = job.folder / "rollcall.json"
+    if kept.exists():
+        text = kept.read_text(encoding="utf-8")
+        print(text if arguments.json else table.table(json.loads(text), sys.stdout.isatty()))
+    return code
+
+
 def status(arguments: argparse.Namespace) -> None:
     """Say how a run stands."""
     found = jobs.Job.of(arguments.run)
@@ -111,7 +136,7 @@ def schema(arguments: argparse.Namespace) -> None:
     print(settings.schema())
 
 
-def table(arguments: argparse.Namespace) -> None:
+def settings_table(arguments: argparse.Namespace) -> None:
     """Print every setting with its type, default and meaning."""
     print(settings.settings_table())
 
@@ -131,12 +156,21 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="trainer", description="Multi-node PyTorch jobs from one YAML file.")
     parser.add_argument("--version", action="version", version=f"ddp-job-kit {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, function in {"run": run, "submit": submit, "check": check, "render": render, "node": node}.items():
+    for name, function in {
+        "run": run,
+        "submit": submit,
+        "check": check,
+        "render": render,
+        "node": node,
+        "rollcall": rollcall,
+    }.items():
         command = commands.add_parser(name, help=function.__doc__)
         command.add_argument("config", nargs="+", help="YAML files, merged in order, and section.key=value overrides")
         command.set_defaults(function=function)
         if name in ("submit", "render"):
             _add_queue_options(command)
+        if name == "rollcall":
+            command.add_argument("--json", action="store_true", help="all that the nodes told, as JSON")
     for name, function in {"status": status, "logs": logs, "cancel": cancel}.items():
         command = commands.add_parser(name, help=function.__doc__)
         command.add_argument("run", nargs="?", help="run folder or its name under runs/ (default: the newest)")
@@ -149,7 +183,7 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("lint", help=lint.__doc__)
     command.add_argument("files", nargs="+", help="manifests, read together")
     command.set_defaults(function=lint)
-    for name, function in {"schema": schema, "settings": table}.items():
+    for name, function in {"schema": schema, "settings": settings_table}.items():
         commands.add_parser(name, help=function.__doc__).set_defaults(function=function)
     return parser
 

@@ -152,11 +152,22 @@ class Checkpoint(Section):
     """auto: go on from the newest whole checkpoint if there is one; required: refuse to start at step 0."""
 
 
+class RollCall(Section):
+    """What the nodes tell and try before any rank starts."""
+
+    parity: Literal["refuse", "warn"] = "refuse"
+    """What to do about nodes that differ in kit, Python, torch, CUDA, cuDNN, NCCL, config or script, or share no run folder."""
+    probe: Literal["off", "quick", "full"] = "quick"
+    """Whether nodes try each other's ports, and how long they measure the way between them: quick 0.25 s, full 2 s."""
+    interface: Annotated[str, Field(pattern=r"^[A-Za-z0-9._@-]{1,15}$")] = "auto"
+    """Network interface over which the ranks talk: a name; auto: the one that leads to node 0; off: what gloo and NCCL choose."""
+    only: bool = False
+    """End after the roll call, as `trainer rollcall` does."""
+
+
 class Watch(Section):
     """Deadlines. They count from the moment the imports are done."""
 
-    parity: Literal["refuse", "warn"] = "refuse"
-    """What to do about nodes that differ in kit, Python, torch, CUDA, config or script."""
     join_seconds: Seconds = 120
     """How long node 0 waits for the other nodes."""
     stall_seconds: Seconds = 180
@@ -191,6 +202,7 @@ class Config(Section):
     schedule: Schedule = Schedule()
     training: Training = Training()
     checkpoint: Checkpoint = Checkpoint()
+    rollcall: RollCall = RollCall()
     watch: Watch = Watch()
 
     @property

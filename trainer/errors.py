@@ -69,6 +69,18 @@ class Fault:
         fields = json.loads(text)
         return cls(**{**fields, "exit_code": ExitCode(fields["exit_code"])})
 
+    @classmethod
+    def from_line(cls, line: str, exit_code: ExitCode) -> Fault | None:
+        """The fault that `line` told, or None if the text is no fault."""
+        if not (found := _LINE.fullmatch(line)):
+            return None
+        code, host, node, number, cause, fix = found.groups()
+        rank, node_rank = (None, int(number)) if node else (int(number), 0)
+        return cls(code, host, cause, fix, exit_code, rank, node_rank)
+
+
+_LINE = re.compile(r"FAULT (\S+) host=(\S+) (node_)?rank=(\d+): (.*); fix: (.*)")
+
 
 class KitError(Exception):
     """An error whose text is meant for the user: one line (or several problems, a line each), no traceback."""
@@ -96,6 +108,15 @@ class FaultError(KitError):
         self.exit_code = fault.exit_code
 
 
+def error_from(line: str, exit_code: ExitCode) -> KitError:
+    """The error that another process has told in one line."""
+    if fault := Fault.from_line(line, exit_code):
+        return FaultError(fault)
+    error = KitError(line.removeprefix("error: "))
+    error.exit_code = exit_code
+    return error
+
+
 def write_error_file(path: str, error: BaseException) -> None:
     """Leave the reason of a failure for the node process: type, message, the user's line, the time. Keeps what is there already,
     such as what torch's `@record` wrote."""
@@ -105,6 +126,8 @@ def write_error_file(path: str, error: BaseException) -> None:
     record = {"time": time.time(), "type": type(error).__name__, "message": _message(error), "where": where(error)}
     if isinstance(error, KitError):
         record["exit_code"] = int(error.exit_code)
+    if isinstance(error, FaultError):
+        record["fault"] = error.fault.to_json()
     target.write_text(json.dumps(record), encoding="utf-8")
 
 

@@ -7,9 +7,12 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
+_CGROUPS, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
@@ -55,6 +58,33 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def usable_cores() -> int:
-    """Cores that this process may run on (its affinity mask, not the machine's count)."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def usable_cores(environ: Mapping[str, str] = os.environ, cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> int:
+    """Cores that this process may use: by its affinity mask, its cgroups' quotas and Slurm's share, not the machine's count."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    share = environ.get("SLURM_CPUS_PER_TASK", "")
+    limits = [float(share)] if share.isdecimal() and int(share) else []
+    return max(1, int(min([cores, *limits, *_quotas(cgroups, own)])))
+
+
+def _quotas(cgroups: Path, own: Path) -> Iterator[float]:
+    """Cores that this process's cgroup and those above it allow: cpu.max (v2) and cpu.cfs_quota_us (v1), cgroups(7)."""
+    with suppress(OSError):
+        for entry in own.read_text().splitlines():
+            _, controllers, path = entry.split(":", 2)
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            root = cgroups / controllers if controllers else cgroups
+            below = root / path.strip("/")
+            for folder in [below, *below.parents]:  # in a container the path may be the host's: its root is then the container's
+                if folder.is_relative_to(root):
+                    yield from _quota(folder)
+
+
+def _quota(folder: Path) -> Iterator[float]:
+    with suppress(OSError, ValueError, ZeroDivisionError):
+        if (folder / "cpu.max").exists():
+            quota, period = (folder / "cpu.max").read_text().split()
+        else:
+            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        if quota != "max" and int(quota) > 0:
+            yield int(quota) / int(period)

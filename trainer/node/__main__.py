@@ -9,20 +9,20 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from trainer.config import TRAIN, Config
-from trainer.errors import ERROR_FILE, ExitCode, FaultError, KitError
-from trainer.node import network, parity, prepare, ranks, rendezvous, signals, software
+from trainer.errors import ERROR_FILE, ExitCode, Fault, FaultError, KitError
+from trainer.node import gpus, health, judge, network, parity, prepare, ranks, rendezvous, rollcall, signals
 from trainer.node.guard import Guard
 from trainer.node.identity import Identity, identify
 from trainer.node.logs import RunFolder, say
 from trainer.settings import check_resume, dump_config, load_config
 
 if TYPE_CHECKING:
-    from trainer.node.rollcall import Roll
+    from trainer.node.store import Roll
     from trainer.node.watch import Watch
 
 TERMINAL = "TRAINER_TERMINAL_FD"  # tells rank 0 where to draw its progress bar
@@ -62,7 +62,7 @@ class _Node:
 
     def __init__(self, config: Config, node: Identity) -> None:
         self.config, self.node = config, node
-        self.folder = RunFolder(Path(config.folder))
+        self.born, self.folder = time.time(), RunFolder(Path(config.folder))
         self.attempt = self.folder.attempts()
         self.config_file = self.folder.folder / "config.yaml"
 
@@ -88,58 +88,84 @@ class _Node:
         listener = rendezvous.listen(node) if node.node_rank == 0 else None
         if listener:
             node = self.node = _with_port(node, listener.getsockname()[1])
-        prepare.environment(os.environ, node.nproc_per_node, node.master_addr == "127.0.0.1")
+        interface = self.config.rollcall.interface
+        prepare.environment(os.environ, node.nproc_per_node, node.master_addr == "127.0.0.1", interface)
         kit = self.config.entrypoint == TRAIN
         parts = {name: getattr(self.config, name).target for name in ("model", "data", "loss", "optimizer")} if kit else {}
         prepare.warm_up(TRAIN if kit else None, parts)
-        # Loaded here and not at the top: it brings torch, and the threads of its libraries are counted from the environment.
-        rollcall = importlib.import_module("trainer.node.rollcall")
-        watch = importlib.import_module("trainer.node.watch")
         waker = signals.Signals(os.environ.get(HEALTH_FILE))
-        deadline = time.monotonic() + self.config.watch.join_seconds
         if listener:
-            importlib.import_module("trainer.node.store").serve(listener, self.guard.forget)
             self._keep_config()
         try:
-            roll = self._join(rollcall, deadline, waker)
+            place = self._join(listener, waker)
         except signals.StopRequest as stop:
             say(f"[{node.host}] {stop}: stopped before the ranks were started")
             self.end(ExitCode.STOPPED, None)
             return ExitCode.STOPPED
-        if self.config.backend != "local" and (chosen := network.choose(os.environ, roll.address)):
-            say(f"[{node.host}] the ranks talk over {chosen} ({roll.address})")
-        limits = self.config.watch
+        if self.config.rollcall.only:
+            self.end(ExitCode.DONE, None)
+            return ExitCode.DONE
+        if interface == "auto" and self.config.backend != "local" and (chosen := network.choose(os.environ, place.address)):
+            say(f"[{node.host}] the ranks talk over {chosen} ({place.address})")
+        limits, roll = self.config.watch, self._roll(place, listener)
+        watch = importlib.import_module("trainer.node.watch")  # it brings torch
         watcher = watch.Watch(roll, self.guard, waker, _on_terminal(node), limits.stop_seconds, limits.stall_seconds)
         return self._train(watcher)
 
-    def _join(self, rollcall: ModuleType, deadline: float, waker: signals.Signals) -> Roll:
-        config, trouble = self.config, self._own_trouble()
-        if trouble and self.node.nnodes == 1:
+    def _join(self, listener: socket.socket | None, waker: signals.Signals) -> rollcall.Place:
+        """The roll call."""
+        config, node = self.config, self.node
+        deadline = time.monotonic() + config.watch.join_seconds
+        found = gpus.look(os.environ) if config.resources.gpus_per_node else None
+        wanted, cuda = config.resources.gpus_per_node, config.container.cuda_version
+        trouble = prepare.own_trouble(node, os.environ, config.rollcall.interface, wanted, found, cuda)
+        if trouble and node.nnodes == 1:
             raise trouble
         if trouble:
-            say(f"[{self.node.host}] {trouble.fault.cause}: telling the other nodes")
-        script = Path(config.entrypoint) if config.entrypoint != TRAIN else None
-        facts = parity.facts(dump_config(config), script, sys.modules["torch"])
-        terms = rollcall.Terms(self.attempt, facts, config.watch.parity == "warn", trouble.fault if trouble else None)
+            say(f"[{node.host}] {trouble.fault.cause}: telling the other nodes")
+        terms = self._terms(trouble.fault if trouble else None, found)
         try:
-            roll: Roll = rollcall.join(self.node, terms, deadline, say, waker.pause)
+            if listener:
+                keep = partial(self.folder.report, node.nnodes, config.rollcall.only)
+                return judge.preside(node, terms, listener, deadline, say, waker.pause, config.rollcall.probe, keep)
+            is_store, last_word = importlib.import_module("trainer.node.store").answers, self.folder.last_word
+            return rollcall.join(node, terms, deadline, waker.pause, is_store, partial(last_word, self.attempt, self.born))
         except FaultError as error:
             if trouble and error.exit_code.retryable:  # the others could not be told
                 raise trouble from None
             raise
-        return roll
 
-    def _own_trouble(self) -> FaultError | None:
-        """What is wrong with this node by itself."""
-        if cause := network.problem(os.environ):
-            return self.node.fault("A8", cause, "name one of them, or unset it: the kit finds the right one")
-        torch, wanted = sys.modules["torch"], self.config.container.cuda_version
-        cause = software.cuda_problem(wanted, torch.__version__, torch.version.cuda) if wanted else None
-        fix = "start the image that has it, or correct container.cuda_version (IMAGE_CUDA)"
-        if cause is None and self.config.resources.gpus_per_node:
-            cause = software.driver_problem(torch.version.cuda, os.environ.get("_CUDA_COMPAT_STATUS", ""))
-            fix = "install a newer driver on this machine, or start an image for an older CUDA version"
-        return self.node.fault("B3", cause, fix) if cause else None
+    def _terms(self, trouble: Fault | None, found: gpus.Gpus | None) -> rollcall.Terms:
+        config = self.config
+        script = Path(config.entrypoint) if config.entrypoint != TRAIN else None
+        workers = config.data.num_workers if config.data else 0
+        warnings = [*health.warnings(self.node.nproc_per_node, workers, os.environ), *(found.warnings if found else [])]
+        for warning in warnings:
+            say(f"[{self.node.host}] warning: {warning}")
+        return rollcall.Terms(
+            self.attempt,
+            parity.facts(dump_config(config), script, sys.modules["torch"]),
+            prepare.traits(os.environ, found),
+            warnings,
+            config.rollcall.parity == "warn",
+            trouble,
+            os.environ.get("SLURM_JOB_ID", ""),
+            self.folder,
+            network.named_address(os.environ),
+        )
+
+    def _roll(self, place: rollcall.Place, listener: socket.socket | None) -> Roll:
+        """The store, which takes over node 0's port."""
+        self.node = node = replace(self.node, master_addr=place.master)  # ranks need no name server to find it
+        store = importlib.import_module("trainer.node.store")
+        if listener:
+            store.serve(listener, self.guard.forget)
+        try:
+            roll: Roll = store.Roll(node, store.connect(place.master, node.master_port), place.attempt, place.address)
+        except ConnectionError:
+            cause = f"lost node 0 after the roll call: its store at {node.address} does not answer"
+            raise node.fault("C3", cause, "look at node 0's log", ExitCode.NODE_LOST) from None
+        return roll
 
     def _keep_config(self) -> None:
         check_resume(self.config, self.folder.folder)
@@ -189,21 +215,7 @@ class _Node:
         node, config = self.node, self.config
         rank = node.node_rank * node.nproc_per_node + local_rank
         name = self.folder.logs(attempt) / f"rank-{rank:04d}.{node.host}"
-        environ = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(local_rank),
-            "WORLD_SIZE": str(node.world_size),
-            "LOCAL_WORLD_SIZE": str(node.nproc_per_node),
-            "GROUP_RANK": str(node.node_rank),
-            "GROUP_WORLD_SIZE": str(node.nnodes),
-            "MASTER_ADDR": node.master_addr,
-            "MASTER_PORT": str(node.master_port),
-            # torch's rendezvous then joins the store that runs already instead of starting one on rank 0
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": str(attempt),
-            "TORCHELASTIC_RUN_ID": config.name,
-            ERROR_FILE: f"{name}.error.json",
-        }
+        environ = ranks.variables(node, local_rank, attempt, config.name) | {ERROR_FILE: f"{name}.error.json"}
         if keep and rank == 0:
             environ[TERMINAL] = str(keep[0])
         if config.entrypoint == TRAIN:

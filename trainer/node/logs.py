@@ -10,11 +10,27 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.errors import ExitCode, KitError, error_from
+from trainer.table import table
+
 _BLOCK = select.PIPE_BUF
 _PATIENCE_SECONDS = 2.0
+_LOOKS = 20
+_RECENT, _RECENT_SECONDS = 50, 30.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came of a roll call, for people and `trainer rollcall`."""
+
+    seconds: float
+    fault: str | None
+    warnings: list[str]
+    nodes: list[dict[str, Any]]  # by node rank: host, address, facts, traits, warnings, bytes/s received
 
 
 class RunFolder:
@@ -22,6 +38,7 @@ class RunFolder:
 
     logs/attempt-000/rank-0003.HOST.log    all that a rank printed
     events.jsonl                           starts, ends and faults of all attempts, a JSON object a line
+    rollcall.json                          what the nodes told in the last roll call
     """
 
     def __init__(self, folder: Path) -> None:
@@ -46,6 +63,50 @@ class RunFolder:
                 file.write(json.dumps(record) + "\n")
         except OSError as error:  # a full disk or a folder that is gone must not hide what happened
             say(f"{self.folder}/events.jsonl: {error.strerror or error}; not written: {kind}")
+
+    def last_word(self, attempt: int, born: float) -> KitError | None:
+        """Why node 0 will not come, if it has ended for good in this attempt: the others cannot ask it any more.
+
+        Args:
+            born: when the asking node started, in s since the epoch; node 0 may have ended a little before.
+        """
+        with suppress(OSError, ValueError, KeyError):
+            for line in (self.folder / "events.jsonl").read_text(encoding="utf-8").splitlines()[-_RECENT:]:
+                event = json.loads(line)
+                if event["event"] != "node_end" or event["node_rank"] or event["attempt"] != attempt or not event["fault"]:
+                    continue
+                code = ExitCode(event["exit_code"])
+                if not code.retryable and event["time"] > born - _RECENT_SECONDS:
+                    return error_from(event["fault"], code)
+        return None
+
+    def report(self, nnodes: int, show: bool, report: Report) -> None:
+        """Keep what came of a roll call: the outcome in the record, the whole in rollcall.json; show it if asked to."""
+        if nnodes > 1:
+            told = {"seconds": report.seconds, "nodes": len(report.nodes), "warnings": report.warnings, "fault": report.fault}
+            self.event("roll_call", **told)
+        with suppress(OSError):
+            (self.folder / "rollcall.json").write_text(json.dumps(asdict(report), indent=1) + "\n", encoding="utf-8")
+        if show:
+            say(table(asdict(report), os.isatty(2)))
+
+    @contextmanager
+    def marked(self, name: str) -> Iterator[None]:
+        """Keep an empty file of that name in the folder, by which others see that it is the same one."""
+        mark = self.folder / name
+        try:
+            mark.touch()
+            yield
+        finally:
+            mark.unlink(missing_ok=True)
+
+    def has(self, name: str) -> bool:
+        """Whether a mark is there; network storage may take a moment to show it."""
+        for _ in range(_LOOKS):
+            if (self.folder / name).exists():
+                return True
+            time.sleep(0.1)
+        return False
 
     @contextmanager
     def held(self, host: str) -> Iterator[None]:

@@ -41,14 +41,46 @@ def address_towards(host: str) -> str:
             return ""
 
 
-def problem(environ: Mapping[str, str]) -> str | None:
-    """What is wrong with the interface that the user has named for gloo, which takes names only and knows no patterns."""
-    given = environ.get(_GLOO, "")
-    there = [name for _, name in socket.if_nameindex()]
+def problem(environ: Mapping[str, str], wanted: str, machines: int) -> tuple[str, str] | None:
+    """What is wrong with the interface that gloo would use: the fault's code and cause.
+
+    Args:
+        wanted: `auto`, `off` or the name of one (rollcall.interface).
+        machines: how many hosts the nodes of the job run on.
+    """
+    given = environ.get(_GLOO, "" if wanted in ("auto", "off") else wanted)
+    there = interfaces()
+    names = ", ".join(name for _, name in socket.if_nameindex())
     if any(sign in given for sign in "^="):
-        return f"{_GLOO}={given} is a pattern of NCCL's; gloo takes the name of an interface (here are {', '.join(there)})"
-    absent = [name for name in given.split(",") if name and name not in there]
-    return f"{_GLOO}={given}: there is no interface {absent[0]} (here are {', '.join(there)})" if absent else None
+        return "A8", f"{_GLOO}={given} is a pattern of NCCL's; gloo takes the name of an interface (here are {names})"
+    for name in filter(None, given.split(",")):
+        if name not in names.split(", "):
+            return "A8", f"{_GLOO}={given}: there is no interface {name} (here are {names})"
+        if machines > 1 and there.get(name, "").startswith("127."):
+            return "A5", f"{_GLOO}={given} is loopback ({there[name]}), which the other nodes cannot reach"
+    if machines > 1 and wanted == "off" and not given:
+        return _own_name()
+    return None
+
+
+def _own_name() -> tuple[str, str] | None:
+    """Without an interface gloo takes the address of the host's own name."""
+    host = socket.gethostname()
+    try:
+        address = socket.gethostbyname(host)
+    except OSError:
+        return "A6", f"the host's own name {host} does not resolve, and gloo asks for its address where no interface is named"
+    if not address.startswith("127."):
+        return None
+    return (
+        "A5",
+        f"the host's own name {host} resolves to {address}, which gloo would tell the other nodes, and they cannot reach it",
+    )
+
+
+def named_address(environ: Mapping[str, str]) -> str:
+    """The address of the interface that the user has named for gloo, or empty."""
+    return interfaces().get(environ.get(_GLOO, "").split(",")[0], "")
 
 
 def choose(environ: MutableMapping[str, str], address: str) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,18 @@ def facts(config: str, entrypoint: Path | None, torch: Any) -> dict[str, str]:
         "Python": ".".join(platform.python_version_tuple()[:2]),
         "torch": str(torch.__version__),
         "CUDA": torch.version.cuda or "none",
+        **_libraries(torch),
         "config": hashlib.sha256(config.encode()).hexdigest()[:12],
     }
     return {**found, "entrypoint": _digest(entrypoint)} if entrypoint else found
+
+
+def _libraries(torch: Any) -> dict[str, str]:
+    """cuDNN and NCCL as they are loaded here, whatever torch was built with; reading them touches no GPU."""
+    if not torch.version.cuda:
+        return {}
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if hasattr(torch._C, "_nccl_version") else "none"
+    return {"cuDNN": str(torch.backends.cudnn.version() or "none"), "NCCL": nccl}
 
 
 def difference(nodes: Mapping[int, tuple[str, Mapping[str, str]]]) -> tuple[str, str, int] | None:
@@ -40,7 +49,11 @@ def difference(nodes: Mapping[int, tuple[str, Mapping[str, str]]]) -> tuple[str,
     Args:
         nodes: node rank -> (host, facts).
     """
-    for item in nodes[min(nodes)][1]:
+    return next(_differences(nodes), None)
+
+
+def _differences(nodes: Mapping[int, tuple[str, Mapping[str, str]]]) -> Iterator[tuple[str, str, int]]:
+    for item in dict.fromkeys(item for _, told in nodes.values() for item in told):
         values = {rank: told.get(item, "nothing") for rank, (_, told) in nodes.items()}
         counted = Counter(values.values()).most_common()
         if len(counted) == 1:
@@ -52,8 +65,12 @@ def difference(nodes: Mapping[int, tuple[str, Mapping[str, str]]]) -> tuple[str,
         more = f", {len(odd) - 1} more differ too" if len(odd) > 1 else ""
         first = odd[0]
         cause = f"{item}: node {first} ({nodes[first][0]}) has {values[first]}, {others}{more}"
-        return _CODES.get(item, "B1"), cause, first
-    return None
+        yield _CODES.get(item, "B1"), cause, first
+
+
+def may_differ(claims: Mapping[int, Mapping[str, Any]]) -> list[str]:
+    """A line for each trait in which nodes differ."""
+    return [cause for _, cause, _ in _differences({rank: (claim["host"], claim["traits"]) for rank, claim in claims.items()})]
 
 
 def compare(claims: Mapping[int, Mapping[str, Any]]) -> Fault | None:
@@ -66,7 +83,7 @@ def compare(claims: Mapping[int, Mapping[str, Any]]) -> Fault | None:
     if found is None:
         return None
     code, cause, rank = found
-    fix = "start the same image, code and config on every node, or let them differ with watch.parity=warn"
+    fix = "start the same image, code and config on every node, or let them differ with rollcall.parity=warn"
     return Fault(code, claims[rank]["host"], cause, fix, ExitCode.REFUSED, node_rank=rank)
 
 

@@ -1,4 +1,4 @@
-"""What a node does before it looks for the others: its environment, and the imports that all its ranks share."""
+"""What a node does before it looks for the others: its environment, the imports that all its ranks share, a look at itself."""
 
 from __future__ import annotations
 
@@ -8,15 +8,27 @@ import sys
 from collections.abc import Mapping, MutableMapping
 
 from trainer import targets
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, FaultError
+from trainer.node import network, software
+from trainer.node.gpus import Gpus
+from trainer.node.health import raise_file_limit
+from trainer.node.identity import Identity
 from trainer.process import usable_cores
 
 
-def environment(environ: MutableMapping[str, str], ranks: int, one_machine: bool) -> None:
-    """Before torch is loaded: thread counts (a torchrun of several ranks would set one), and loopback for one machine."""
+def environment(environ: MutableMapping[str, str], ranks: int, one_machine: bool, interface: str) -> None:
+    """Before torch is loaded: limits, thread counts (a torchrun of several ranks would set one), network interface.
+
+    Args:
+        interface: over which the ranks are to talk; `auto` and `off` name none.
+    """
+    raise_file_limit()
     environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
     environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start a thread here, and forked ranks would miss it
-    if one_machine and sys.platform == "linux":
+    if interface not in ("auto", "off"):
+        environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    elif one_machine and sys.platform == "linux":
         environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     sys.path.insert(0, os.getcwd())  # targets of the user's own
 
@@ -46,3 +58,43 @@ def _bring(name: str) -> None:
     except ModuleNotFoundError as error:
         remedy = "pip install 'ddp-job-kit[train]' there, or use the kit's image"
         raise ConfigError(f"{sys.executable}: has no module {error.name}; {remedy}") from None
+
+
+def own_trouble(
+    node: Identity,
+    environ: Mapping[str, str],
+    interface: str,
+    gpus_per_node: int,
+    found: Gpus | None,
+    wanted_cuda: str | None,
+) -> FaultError | None:
+    """What is wrong with this node by itself.
+
+    Args:
+        interface: over which the ranks are to talk (rollcall.interface).
+        found: what NVML tells of its GPUs.
+        wanted_cuda: CUDA version that torch must be made for (container.cuda_version).
+    """
+    if found_wrong := network.problem(environ, interface, 1 if node.master_addr == "127.0.0.1" else node.nnodes):
+        fix = "name another, or let the kit find the right one (rollcall.interface=auto, GLOO_SOCKET_IFNAME unset)"
+        return node.fault(*found_wrong, fix)
+    torch = sys.modules["torch"]
+    if wanted_cuda and (cause := software.cuda_problem(wanted_cuda, torch.__version__, torch.version.cuda)):
+        return node.fault("B3", cause, "start the image that has it, or correct container.cuda_version (IMAGE_CUDA)")
+    if not gpus_per_node:
+        return None
+    if cause := software.driver_problem(torch.version.cuda, environ.get("_CUDA_COMPAT_STATUS", "")):
+        return node.fault("B3", cause, "install a newer driver on this machine, or start an image for an older CUDA version")
+    if found and found.trouble:
+        return node.fault("E18", found.trouble, "drain this machine and have it looked at, or leave it out")
+    if found and len(found.models) < gpus_per_node:
+        cause = f"resources.gpus_per_node={gpus_per_node}, and {len(found.models)} GPUs to be seen here"
+        return node.fault("K2", cause, "give the node its GPUs (--gpus-per-node, --gpus all, nvidia.com/gpu), or ask for fewer")
+    return None
+
+
+def traits(environ: Mapping[str, str], found: Gpus | None) -> dict[str, str]:
+    """What may differ between nodes, and is told if it does: item -> value."""
+    own = {"usable cores": str(usable_cores()), "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", "")}
+    nccl = {name: environ[name] for name in ("NCCL_NET_PLUGIN", "NCCL_NET", "NCCL_ALGO", "NCCL_PROTO") if name in environ}
+    return {**own, **nccl, **(found.traits if found else {})}

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from trainer.errors import ExitCode, write_error_file
+from trainer.node.identity import Identity
 from trainer.process import die_with_parent
 
 
@@ -31,6 +32,28 @@ class Rank:
     environ: dict[str, str]  # on top of the node's own
     log: str  # path: stdout and stderr go there
     error_file: str  # path: a rank that fails leaves its reason there
+
+
+def variables(node: Identity, local_rank: int, attempt: int, name: str) -> dict[str, str]:
+    """torch's own variables for one rank, as torchrun sets them.
+
+    Args:
+        name: of the run.
+    """
+    return {
+        "RANK": str(node.node_rank * node.nproc_per_node + local_rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(node.world_size),
+        "LOCAL_WORLD_SIZE": str(node.nproc_per_node),
+        "GROUP_RANK": str(node.node_rank),
+        "GROUP_WORLD_SIZE": str(node.nnodes),
+        "MASTER_ADDR": node.master_addr,
+        "MASTER_PORT": str(node.master_port),
+        # torch's rendezvous then joins the store that runs already instead of starting one on rank 0
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_RUN_ID": name,
+    }
 
 
 def fork(rank: Rank, in_child: Callable[[], None]) -> int:

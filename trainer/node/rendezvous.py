@@ -5,15 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import time
-from collections.abc import Callable
 
 from trainer.errors import ExitCode, FaultError
 from trainer.node.identity import Identity
 from trainer.node.network import holder
 
 LISTENER = "TRAINER_MASTER_FD"  # a listening socket from the local launcher, so that no other job can take the port
-_RETRY_SECONDS = 0.5
 _CONNECT_SECONDS = 3.0
 
 
@@ -43,45 +40,35 @@ def listen(node: Identity) -> socket.socket:
     return listener
 
 
-def reach(node: Identity, deadline: float, pause: Callable[[float], None] = time.sleep) -> None:
-    """Wait until node 0's port accepts a connection.
-
-    Args:
-        deadline: time.monotonic() at which to give up.
-        pause: sleeps between tries; what it raises ends the wait.
+def reach(node: Identity) -> socket.socket:
+    """Connect to node 0's port: one try.
 
     Raises:
-        FaultError: it does not; the reason says what the last try met.
+        FaultError: it cannot be reached; the reason is what the try has met.
     """
-    while True:
-        trouble = _try(node)
-        if trouble is None:
-            return
-        if time.monotonic() + _RETRY_SECONDS > deadline:
-            raise trouble
-        pause(_RETRY_SECONDS)
-
-
-def _try(node: Identity) -> FaultError | None:
     where = f"{node.master_addr}:{node.master_port}"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(node.master_addr, node.master_port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror:
         cause = f"the master address {node.master_addr!r} (port {node.master_port}) does not resolve on {node.host}"
-        return node.fault("A2", cause, "use node 0's IP address, or add the name to DNS or /etc/hosts", ExitCode.JOIN)
-    with socket.socket(family, kind, protocol) as probe:
-        probe.settimeout(_CONNECT_SECONDS)
-        try:
-            probe.connect(address)
-            return None
-        except ConnectionRefusedError:
-            cause = f"nothing listens on {where}, connection refused"
-            return node.fault(
-                "A1", cause, "check that node 0 runs there and that address and port agree on all nodes", ExitCode.JOIN
-            )
-        except TimeoutError:
-            cause = f"no answer from {where} (filtered?)"
-            return node.fault("A10", cause, "check the address, and that a firewall lets this port through", ExitCode.JOIN)
-        except OSError as error:
-            cause = f"no way to {where}: {error.strerror or error}"
-            return node.fault("A1", cause, "check the address and this node's network", ExitCode.JOIN)
+        raise node.fault("A2", cause, "use node 0's IP address, or add the name to DNS or /etc/hosts", ExitCode.JOIN) from None
+    connection = socket.socket(family, kind, protocol)
+    try:
+        connection.settimeout(_CONNECT_SECONDS)
+        connection.connect(address)
+        return connection
+    except OSError as error:
+        connection.close()
+        raise _unreachable(node, where, error) from None
+
+
+def _unreachable(node: Identity, where: str, error: OSError) -> FaultError:
+    if isinstance(error, ConnectionRefusedError):
+        cause = f"nothing listens on {where}, connection refused"
+        fix = "check that node 0 runs there and that address and port agree on all nodes"
+        return node.fault("A1", cause, fix, ExitCode.JOIN)
+    if isinstance(error, TimeoutError):
+        cause = f"no answer from {where} (filtered?)"
+        return node.fault("A10", cause, "check the address, and that a firewall lets this port through", ExitCode.JOIN)
+    cause = f"no way to {where}: {error.strerror or error}"
+    return node.fault("A1", cause, "check the address and this node's network", ExitCode.JOIN)

@@ -1,120 +1,67 @@
-"""The roll call on node 0's store: who is there, one verdict for all, one fault for all, and a counted goodbye."""
+"""The roll call, as the nodes other than node 0 see it: report in, be probed, hear the one verdict, leave together.
+
+It needs no collective, no GPU and no torch. Node 0's side is `judge` with its `register`; both speak over one connection to node
+0's port, which torch's store takes over once all may start.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
 
-from torch._C._distributed_c10d import Store
-from torch.distributed import DistError
-
-from trainer.errors import ExitCode, Fault, FaultError
-from trainer.node import parity
+from trainer.errors import ExitCode, Fault, FaultError, KitError
 from trainer.node.identity import Identity
-from trainer.node.network import address_towards
+from trainer.node.line import Line, Message
+from trainer.node.logs import RunFolder
+from trainer.node.probe import Probe, Task
 from trainer.node.rendezvous import reach
-from trainer.node.store import REQUEST_SECONDS, answers, connect
 
-_POLL_SECONDS = 0.2
-_RETRY_SECONDS = 1.0
-_SAY_SECONDS = 15.0
-_LEAVE_SECONDS = 5.0
-_GO = "go"
-_Answer = TypeVar("_Answer")
+RETRY_SECONDS = 0.5
+LEAVE_SECONDS = 5.0  # all who came hear the verdict before the first one leaves: a scheduler then ends the others
+_LATE_SECONDS = 10.0  # node 0 decides by its own clock; the others give it so much more
+_TICK_SECONDS = 0.1
+_ASK_SECONDS = 2.0
+
+Pause = Callable[[float], None]
 
 
 @dataclass(frozen=True)
 class Terms:
     """What a node brings to the roll call."""
 
-    attempt: int  # its count of attempts; node 0's word counts
-    facts: Mapping[str, str]  # what has to be the same on every node
-    may_differ: bool = False  # only warn where it is not
-    trouble: Fault | None = None  # what this node has found wrong with itself: the others are to end with the same line
+    attempt: int = 0  # its count of attempts; node 0's word counts
+    facts: Mapping[str, str] = field(default_factory=dict)  # what has to be the same on every node
+    traits: Mapping[str, str] = field(default_factory=dict)  # what may differ, and is told if it does
+    warnings: Sequence[str] = ()  # what this node finds doubtful about itself
+    may_differ: bool = False  # node 0's: only warn where facts are not the same
+    trouble: Fault | None = None  # what this node finds wrong with itself: all are to end with this line
+    job: str = ""  # the scheduler's number of the job, where there is one
+    folder: RunFolder | None = None  # which all are to share
+    address: str = ""  # of the interface that the user has named, if one was
 
 
-@dataclass
-class Roll:
-    """The nodes' common ground once all have joined. Requests that node 0 does not answer raise `ConnectionError`."""
+@dataclass(frozen=True)
+class Place:
+    """What a node takes from a roll call that went well."""
 
-    node: Identity
-    store: Store
-    attempt: int = 0
-    address: str = ""  # of this node, as the others reach it
-    lost: bool = False  # node 0 has left a request unanswered: no second one waits for it
-
-    def report(self, fault: Fault) -> Fault:
-        """Report a fault; returns the job's fault, which is the first that anyone reported."""
-        return self._fault(self.ask(lambda: self.store.compare_set("fault", "", fault.to_json())))
-
-    def fault(self) -> Fault | None:
-        """The job's fault, if there is one by now."""
-        if not self.ask(lambda: self.store.check(["fault"])):
-            return None
-        return self._fault(self.ask(lambda: self.store.get("fault")))
-
-    def is_over(self) -> bool:
-        """Whether a verdict was given."""
-        return bool(self.ask(lambda: self.store.check(["verdict"])))
-
-    def give(self, verdict: str) -> None:
-        """Give the verdict, unless there is one."""
-        self.ask(lambda: self.store.compare_set("verdict", "", verdict))
-
-    def say_goodbye(self, first_rank: int) -> None:
-        """This node has no more to do with the others: all its ranks have ended."""
-        self.ask(lambda: self.store.set(f"left/{self.node.node_rank}", json.dumps([self.node.host, first_rank])))
-        self.ask(lambda: self.store.add("goodbye", 1))
-
-    def leave(self) -> None:
-        """After the goodbyes: node 0 waits until the others have seen that all is well, then its store may go."""
-        if self.node.node_rank > 0:
-            self.ask(lambda: self.store.add("gone", 1))
-            return
-        until = time.monotonic() + REQUEST_SECONDS
-        while int(self.ask(lambda: self.store.add("gone", 0))) < self.node.nnodes - 1 and time.monotonic() < until:
-            time.sleep(_POLL_SECONDS)
-
-    def left_early(self) -> tuple[int, str, int] | None:
-        """Node rank, host and first rank of a node that has left, if any has."""
-        others = [rank for rank in range(self.node.nnodes) if rank != self.node.node_rank]
-        left = self.ask(lambda: [rank for rank in others if self.store.check([f"left/{rank}"])])
-        if not left:
-            return None
-        host, first_rank = json.loads(self.ask(lambda: self.store.get(f"left/{left[0]}")))
-        return left[0], host, first_rank
-
-    def all_said_goodbye(self) -> bool:
-        """Whether node 0 may take the store away."""
-        return int(self.ask(lambda: self.store.add("goodbye", 0))) >= self.node.nnodes
-
-    @staticmethod
-    def _fault(answer: bytes) -> Fault:
-        return Fault.from_json(answer.decode())
-
-    def ask(self, request: Callable[[], _Answer]) -> _Answer:
-        """One request.
-
-        Raises:
-            ConnectionError: node 0 does not answer.
-        """
-        if self.lost:
-            raise ConnectionError("node 0 does not answer")
-        try:
-            return request()
-        except (DistError, RuntimeError) as error:
-            self.lost = True
-            raise ConnectionError(str(error)) from None
+    attempt: int
+    address: str  # of this node, as the others reach it
+    master: str  # node 0's address, in numbers
 
 
 def join(
-    node: Identity, terms: Terms, deadline: float, say: Callable[[str], None], pause: Callable[[float], None] = time.sleep
-) -> Roll:
+    node: Identity,
+    terms: Terms,
+    deadline: float,
+    pause: Pause = time.sleep,
+    is_store: Callable[[str, int], bool] = lambda address, port: False,
+    last_word: Callable[[], KitError | None] = lambda: None,
+) -> Place:
     """Reach node 0, report in and wait for its verdict.
 
     A roll call that is over already is one of an earlier start whose node 0 has not ended yet (a scheduler may restart the other
@@ -122,127 +69,137 @@ def join(
 
     Args:
         deadline: time.monotonic() at which to give up, and node 0 stops waiting.
-        say: told every 15 s who is missing.
         pause: sleeps between looks; what it raises ends the wait.
+        is_store: whether torch's store answers at an address.
+        last_word: why node 0 has ended already, where it could tell.
 
     Raises:
         FaultError: node 0 cannot be reached; somebody is missing or differs, or two nodes claim one rank: then the same on every
             node that came.
     """
+    pause = partial(_pause, pause, _Seldom(last_word))
     while True:
-        reach(node, deadline, pause)
+        found = _try(node, terms, deadline, pause, is_store)
+        if isinstance(found, Place):
+            return found
+        if time.monotonic() + RETRY_SECONDS > deadline:
+            raise found
+        pause(RETRY_SECONDS)
+
+
+class _Seldom:
+    """Asks why node 0 has ended, but not all the time: the answer is in a file on storage that many share."""
+
+    def __init__(self, last_word: Callable[[], KitError | None]) -> None:
+        self.last_word, self.next = last_word, time.monotonic() + _ASK_SECONDS
+
+    def __call__(self) -> None:
+        """Raise it, if there is an answer."""
+        if time.monotonic() > self.next:
+            self.next = time.monotonic() + _ASK_SECONDS
+            if ended := self.last_word():
+                raise ended
+
+
+def _pause(pause: Pause, ask: Callable[[], None], seconds: float) -> None:
+    pause(seconds)
+    ask()
+
+
+def _try(node: Identity, terms: Terms, deadline: float, pause: Pause, is_store: Callable[[str, int], bool]) -> Place | FaultError:
+    """One try: this node's place, or what is wrong for now."""
+    try:
+        connection = reach(node)
+    except FaultError as error:
+        return error
+    with _Attendance(node, terms, Line(connection), deadline, pause) as attendance:
         try:
-            found = _open(node, terms, pause)
-            if isinstance(found, Roll):
-                return _report_in(found, terms, deadline, say, pause)
-            trouble = found
-        except (ConnectionError, DistError):
-            cause = f"lost node 0 during the roll call: its store at {node.address} does not answer any more"
-            trouble = node.fault("C3", cause, "look at node 0's log", ExitCode.NODE_LOST)
-        if time.monotonic() > deadline:
-            raise trouble
-        pause(_RETRY_SECONDS)
+            return attendance.attend()
+        except _NoAnswerError as error:
+            return _who_answers(node, is_store(attendance.master, node.master_port), str(error))
+        except _LostError:
+            cause = f"lost node 0 during the roll call: {node.address} does not answer any more"
+            return node.fault("C3", cause, "look at node 0's log", ExitCode.NODE_LOST)
 
 
-def _open(node: Identity, terms: Terms, pause: Callable[[float], None]) -> Roll | FaultError:
-    """The roll call at node 0's address, or what is there instead of it for now."""
-    if node.node_rank and not answers(node, pause):
-        cause = f"what listens at {node.address} is not this job's store"
-        return node.fault("A4", cause, "see what listens there, or choose another port", ExitCode.JOIN)
-    roll = Roll(node, connect(node), terms.attempt, address_towards(node.master_addr) if node.node_rank else "")
-    if not roll.is_over():
-        return roll
-    cause = f"the roll call at {node.address} is over; nodes of an earlier start or of another job still run there"
-    return node.fault("A21", cause, "end them, or give each job a port of its own", ExitCode.JOIN)
+def _who_answers(node: Identity, is_store: bool, said: str) -> FaultError:
+    if is_store:
+        cause = f"the roll call at {node.address} is over; nodes of an earlier start or of another job still run there"
+        return node.fault("A21", cause, "end them, or give each job a port of its own", ExitCode.JOIN)
+    cause = f"what listens at {node.address} is not this job's roll call ({said})"
+    return node.fault("A4", cause, "see what listens there and node 0's log, or choose another port", ExitCode.JOIN)
 
 
-def _report_in(roll: Roll, terms: Terms, deadline: float, say: Callable[[str], None], pause: Callable[[float], None]) -> Roll:
-    node, store, ask = roll.node, roll.store, roll.ask
-    claim = json.dumps({"host": node.host, "pid": os.getpid(), "address": roll.address, "facts": dict(terms.facts)})
-    holder = ask(lambda: store.compare_set(f"node/{node.node_rank}", "", claim)).decode()
-    if holder != claim:
-        other = json.loads(holder)
-        cause = (
-            f"node rank {node.node_rank} is claimed by {other['host']} (pid {other['pid']}) and {node.host} (pid {os.getpid()})"
-        )
-        fault = node.fault("A11", cause, "give each node a PET_NODE_RANK of its own").fault
-        roll.give(roll.report(fault).to_json())
-    ask(lambda: store.add("came", 1))
-    if terms.trouble:
-        told = terms.trouble.to_json()
-        ask(lambda: store.compare_set("trouble", "", told))
-    if node.node_rank == 0:
-        _decide(roll, terms, deadline, say, pause)
-    # Node 0 decides by its own clock; the others give it some seconds more before they call it lost.
-    while not roll.is_over():
-        if time.monotonic() > deadline + REQUEST_SECONDS:
-            raise node.fault("A12", "node 0 gave no verdict in time", "look at node 0's log", ExitCode.JOIN)
-        pause(_POLL_SECONDS)
-    verdict = ask(lambda: store.get("verdict")).decode()
-    if not verdict.startswith(_GO):
-        _leave_together(roll)
-        raise FaultError(Fault.from_json(verdict))
-    roll.attempt = int(verdict.removeprefix(_GO))
-    return roll
+class _NoAnswerError(Exception):
+    """What listens there has not said that it is our node 0."""
 
 
-def _leave_together(roll: Roll) -> None:
-    """Before a job that cannot start is left, all who came read the verdict: with node 0 the store would go, and a scheduler ends
-    the others as soon as one has ended."""
-    until = time.monotonic() + _LEAVE_SECONDS
-    with suppress(ConnectionError):
-        roll.ask(lambda: roll.store.add("read", 1))
-        while time.monotonic() < until:
-            came, read = (int(roll.ask(lambda key=key: roll.store.add(key, 0))) for key in ("came", "read"))  # type: ignore[misc]
-            if read >= came:
-                return
-            time.sleep(_POLL_SECONDS)
+class _LostError(Exception):
+    """Node 0 had answered, and is gone."""
 
 
-def _decide(roll: Roll, terms: Terms, deadline: float, say: Callable[[str], None], pause: Callable[[float], None]) -> None:
-    """Node 0: wait for all, then give the verdict."""
-    node = roll.node
-    missing = list(range(1, node.nnodes))
-    trouble, started = False, time.monotonic()
-    said = started
-    while missing and time.monotonic() < deadline:
-        missing = [rank for rank in missing if not roll.ask(lambda rank=rank: roll.store.check([f"node/{rank}"]))]  # type: ignore[misc]
-        if roll.is_over():
-            return
-        if not trouble and roll.ask(lambda: roll.store.check(["trouble"])):
-            trouble, deadline = True, min(deadline, time.monotonic() + _LEAVE_SECONDS)  # the job cannot start any more
-        if missing and time.monotonic() - said > _SAY_SECONDS:
-            said = time.monotonic()
-            here = node.nnodes - len(missing)
-            say(f"{here} of {node.nnodes} nodes are here; waiting for node rank {_list(missing, node.hosts)}")
-        if missing:
-            pause(_POLL_SECONDS)
-    if roll.ask(lambda: roll.store.check(["trouble"])):
-        roll.give(roll.ask(lambda: roll.store.get("trouble")).decode())
-        return
-    if not missing:
-        roll.give(_compared(roll, terms, say))
-        return
-    here, waited = node.nnodes - len(missing), time.monotonic() - started
-    cause = f"{here} of {node.nnodes} nodes joined in {waited:.0f} s; missing: node rank {_list(missing, node.hosts)}"
-    fix = "look at the missing nodes' logs; a node that is slow to start needs a larger watch.join_seconds"
-    roll.give(Fault("A12", node.host, cause, fix, ExitCode.JOIN, node_rank=missing[0]).to_json())
+class _Attendance:
+    """One try to attend: a connection, and a port of this node's own that the others try to reach."""
 
+    def __init__(self, node: Identity, terms: Terms, line: Line, deadline: float, pause: Pause) -> None:
+        self.node, self.terms, self.line, self.deadline, self.pause = node, terms, line, deadline, pause
+        self.master = line.connection.getpeername()[0]
+        self.route = line.connection.getsockname()[0]
+        self.probe = Probe(terms.address or self.route)
 
-def _compared(roll: Roll, terms: Terms, say: Callable[[str], None]) -> str:
-    """The verdict on nodes that are all here."""
-    claims = roll.ask(lambda: {rank: json.loads(roll.store.get(f"node/{rank}")) for rank in range(roll.node.nnodes)})
-    roll.address = address_towards(claims[1]["address"]) if len(claims) > 1 else ""
-    claims[0]["address"] = roll.address
-    if same := parity.same_address(claims):
-        return same.to_json()
-    differs = parity.compare(claims)
-    if differs and terms.may_differ:
-        say(f"warning: {differs.cause}; going on, as watch.parity=warn says")
-        differs = None
-    return differs.to_json() if differs else f"{_GO}{roll.attempt}"
+    def __enter__(self) -> _Attendance:
+        return self
 
+    def __exit__(self, *error: object) -> None:
+        self.line.close()
+        self.probe.close()
 
-def _list(numbers: list[int], hosts: tuple[str, ...]) -> str:
-    shown = ", ".join(f"{number} ({hosts[number]})" if hosts else str(number) for number in numbers[:10])
-    return shown + (f" and {len(numbers) - 10} more" if len(numbers) > 10 else "")
+    def attend(self) -> Place:
+        """See it through."""
+        try:
+            self.line.send(self._claim())
+            message = self._next(self.deadline)
+            if "other" in message:
+                raise ConnectionError(f"it is that of {message['other']}")
+            if "here" not in message:
+                return self._verdict(message)
+        except ConnectionError as error:
+            raise _NoAnswerError(str(error)) from None
+        except TimeoutError:
+            raise _NoAnswerError("it says nothing") from None
+        try:
+            while "probe" in (message := self._next(self.deadline + _LATE_SECONDS)):
+                self.line.send({"probed": self._probed(message["probe"])})
+            return self._verdict(message)
+        except ConnectionError:
+            raise _LostError from None
+        except TimeoutError:
+            raise self.node.fault("A12", "node 0 gave no verdict in time", "look at node 0's log", ExitCode.JOIN) from None
+
+    def _claim(self) -> dict[str, Any]:
+        node, terms = self.node, self.terms
+        own = {"node_rank": node.node_rank, "nnodes": node.nnodes, "host": node.host, "pid": os.getpid(), "job": terms.job}
+        told = {"facts": dict(terms.facts), "traits": dict(terms.traits), "warnings": list(terms.warnings)}
+        trouble = terms.trouble.to_json() if terms.trouble else None
+        return {**own, "address": self.probe.address, "route": self.route, "port": self.probe.port, **told, "trouble": trouble}
+
+    def _next(self, deadline: float) -> Message:
+        while (message := self.line.receive()) is None:
+            self.pause(0)
+            if time.monotonic() > deadline:
+                raise TimeoutError
+            self.line.wait(_TICK_SECONDS)
+        return message
+
+    def _probed(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        clock, folder = time.time(), self.terms.folder
+        result = self.probe.run(Task(**asked["task"]), self.pause)
+        return {**asdict(result), "clock": clock, "mark": not folder or not asked["mark"] or folder.has(asked["mark"])}
+
+    def _verdict(self, message: Message) -> Place:
+        with suppress(ConnectionError, TimeoutError):
+            self.line.send({"read": True})
+            self._next(time.monotonic() + LEAVE_SECONDS)  # until node 0 closes
+        if "fault" in message:
+            raise FaultError(Fault.from_json(message["fault"]))
+        return Place(int(message["go"]), self.probe.address, self.master)

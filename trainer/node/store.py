@@ -1,7 +1,8 @@
-"""The store on node 0: a process of its own serves it, and each node has one line to it."""
+"""torch's store on node 0: a process of its own serves it, and each node has one line to it, by which faults and goodbyes go."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -11,17 +12,90 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistError
 
+from trainer.errors import Fault
+from trainer.names import only_from_files, without_dns
 from trainer.node.identity import Identity
 from trainer.node.signals import STOP_SIGNALS
 from trainer.process import die_with_parent
 
 REQUEST_SECONDS = 10.0  # limit of one request
-ANSWER_SECONDS = 20.0  # limit of the first one; a name server that does not answer costs both sides some seconds
+ANSWER_SECONDS = 5.0  # limit of the first one
+_POLL_SECONDS = 0.2
+_Answer = TypeVar("_Answer")
+
+
+@dataclass
+class Roll:
+    """What the nodes tell each other once all have joined. Requests that node 0 does not answer raise `ConnectionError`."""
+
+    node: Identity
+    store: Store
+    attempt: int = 0
+    address: str = ""  # of this node, as the others reach it
+    lost: bool = False  # node 0 has left a request unanswered: no second one waits for it
+
+    def report(self, fault: Fault) -> Fault:
+        """Report a fault; returns the job's fault, which is the first that anyone reported."""
+        return self._fault(self.ask(lambda: self.store.compare_set("fault", "", fault.to_json())))
+
+    def fault(self) -> Fault | None:
+        """The job's fault, if there is one by now."""
+        if not self.ask(lambda: self.store.check(["fault"])):
+            return None
+        return self._fault(self.ask(lambda: self.store.get("fault")))
+
+    def say_goodbye(self, first_rank: int) -> None:
+        """This node has no more to do with the others: all its ranks have ended."""
+        self.ask(lambda: self.store.set(f"left/{self.node.node_rank}", json.dumps([self.node.host, first_rank])))
+        self.ask(lambda: self.store.add("goodbye", 1))
+
+    def leave(self) -> None:
+        """After the goodbyes: node 0 waits until the others have seen that all is well, then its store may go."""
+        if self.node.node_rank > 0:
+            self.ask(lambda: self.store.add("gone", 1))
+            return
+        until = time.monotonic() + REQUEST_SECONDS
+        while int(self.ask(lambda: self.store.add("gone", 0))) < self.node.nnodes - 1 and time.monotonic() < until:
+            time.sleep(_POLL_SECONDS)
+
+    def left_early(self) -> tuple[int, str, int] | None:
+        """Node rank, host and first rank of a node that has left, if any has."""
+        others = [rank for rank in range(self.node.nnodes) if rank != self.node.node_rank]
+        left = self.ask(lambda: [rank for rank in others if self.store.check([f"left/{rank}"])])
+        if not left:
+            return None
+        host, first_rank = json.loads(self.ask(lambda: self.store.get(f"left/{left[0]}")))
+        return left[0], host, first_rank
+
+    def all_said_goodbye(self) -> bool:
+        """Whether node 0 may take the store away."""
+        return int(self.ask(lambda: self.store.add("goodbye", 0))) >= self.node.nnodes
+
+    @staticmethod
+    def _fault(answer: bytes) -> Fault:
+        return Fault.from_json(answer.decode())
+
+    def ask(self, request: Callable[[], _Answer]) -> _Answer:
+        """One request.
+
+        Raises:
+            ConnectionError: node 0 does not answer.
+        """
+        if self.lost:
+            raise ConnectionError("node 0 does not answer")
+        try:
+            return request()
+        except (DistError, RuntimeError) as error:
+            self.lost = True
+            raise ConnectionError(str(error)) from None
 
 
 def serve(listener: socket.socket, in_child: Callable[[], None]) -> int:
@@ -36,6 +110,7 @@ def serve(listener: socket.socket, in_child: Callable[[], None]) -> int:
         die_with_parent(parent)
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # its end is the node process's end, or its word
+        only_from_files()  # it serves all with one thread
         host, port = listener.getsockname()
         store = TCPStore(host, port, is_master=True, master_listen_fd=listener.detach(), wait_for_workers=False)
         while store:
@@ -44,13 +119,10 @@ def serve(listener: socket.socket, in_child: Callable[[], None]) -> int:
         os._exit(1)
 
 
-def answers(node: Identity, pause: Callable[[float], None]) -> bool:
-    """Whether what listens at node 0's address is a store.
+def answers(address: str, port: int, seconds: float = ANSWER_SECONDS) -> bool:
+    """Whether a store listens there.
 
     Tried in a child: the store's client waits for ever for a listener that accepts and then says nothing, whatever its timeout.
-
-    Args:
-        pause: sleeps between looks; what it raises ends the wait.
     """
     parent = os.getpid()
     pid = os.fork()
@@ -58,34 +130,35 @@ def answers(node: Identity, pause: Callable[[float], None]) -> bool:
         try:
             die_with_parent(parent)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch's warnings would be told twice
-            TCPStore(node.master_addr, node.master_port, is_master=False, wait_for_workers=False)
+            only_from_files()
+            TCPStore(address, port, is_master=False, wait_for_workers=False)
             os._exit(0)
         finally:
             os._exit(1)
-    until = time.monotonic() + ANSWER_SECONDS
-    try:
-        while time.monotonic() < until:
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                return status == 0
-            pause(0.02)
-    except BaseException:
-        _end(pid)
-        raise
-    _end(pid)
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return status == 0
+        time.sleep(0.02)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
     return False
 
 
-def _end(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+def connect(address: str, port: int) -> Store:
+    """A line to the store.
 
-
-def connect(node: Identity) -> Store:
-    """This node's line to the store."""
+    Raises:
+        ConnectionError: it cannot be had.
+    """
     timeout = timedelta(seconds=REQUEST_SECONDS)
     before = _sockets()
-    store = TCPStore(node.master_addr, node.master_port, is_master=False, timeout=timeout, wait_for_workers=False)
+    try:
+        with without_dns():
+            store = TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    except (DistError, RuntimeError) as error:
+        raise ConnectionError(str(error)) from None
     for fd in _sockets() - before:
         _limit(fd)
     return PrefixStore("nodes", store)

@@ -6,7 +6,7 @@ import json
 import re
 import signal
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trainer.errors import ExitCode, Fault
@@ -55,6 +55,8 @@ def describe(culprit: Running, host: str, node_rank: int) -> Fault:
         if number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL):
             fix = f"see the end of {culprit.rank.log}"
         return Fault("C1", host, cause, fix, ExitCode.RANK_KILLED, rank, node_rank)
+    if "fault" in reason:
+        return replace(Fault.from_json(str(reason["fault"])), node_rank=node_rank)
     message, where = str(reason.get("message", "")), str(reason.get("where", ""))
     if "exit_code" in reason:
         problem, _, remedy = message.rpartition("; ")

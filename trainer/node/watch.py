@@ -12,8 +12,8 @@ from trainer.errors import ExitCode, Fault
 from trainer.node.guard import Guard
 from trainer.node.logs import Tail, last_lines, say
 from trainer.node.ranks import Rank
-from trainer.node.rollcall import Roll
 from trainer.node.signals import Signals
+from trainer.node.store import Roll
 from trainer.node.verdict import Running, describe, left_early, read_reason
 from trainer.process import process_state
 

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from trainer import targets
 from trainer.config import Config, accumulation_steps
-from trainer.errors import ERROR_FILE, ConfigError, ExitCode, KitError, write_error_file
+from trainer.errors import ERROR_FILE, ConfigError, ExitCode, FaultError, KitError, write_error_file
 from trainer.settings import dump_config, load_config
 from trainer.train.batches import GlobalOrder, Loading, mix
 from trainer.train.checkpoint import Checkpointer
@@ -30,6 +30,7 @@ from trainer.train.distributed import World, joined
 from trainer.train.loop import Loop, StepOptions
 from trainer.train.optim import LearningRate, MovingAverage, Schedule
 from trainer.train.random_state import seed_all, set_random_state
+from trainer.train.room import check_disk, check_shared_memory
 from trainer.train.run import Cadence, Run
 from trainer.train.stop import StopSignal
 
@@ -46,10 +47,12 @@ def main(arguments: list[str]) -> int:
             _configure_logging(world)
             return train(config, world)
     except KitError as error:
-        for line in error.lines:
-            print(f"error: {line}", file=sys.stderr, flush=True)
-        if path := os.environ.get(ERROR_FILE):
+        path = os.environ.get(ERROR_FILE)
+        if path:
             write_error_file(path, error)
+        if not (path and isinstance(error, FaultError)):  # the node process that reads it tells a fault
+            for line in error.lines:
+                print(line if isinstance(error, FaultError) else f"error: {line}", file=sys.stderr, flush=True)
         return error.exit_code
 
 
@@ -60,14 +63,18 @@ def train(config: Config, world: World) -> int:
         _keep_config(config, folder)
     with StopSignal(world) as stop:
         training, evaluation = _data(config)
+        loading, micro = _loading(config, world), config.training.micro_batch_size
+        check_shared_memory(training, micro or max(1, config.training.batch_size // world.world_size), loading, world)
         samples = len(training)  # type: ignore[arg-type]
         order = _order(config, world, _same_on_all_ranks(config, world, samples))
         total = _total_steps(config, order)
         loop = _loop(config, world, order, total)
         saver = Checkpointer(folder / "checkpoints", world, config.checkpoint.keep_last)
+        if world.rank == 0 and (doubt := check_disk(saver.folder, loop.states, saver.keep_last)):
+            logger.warning(f"warning: {doubt}")
         _resume(config, loop, saver, order.samples)
         _tell(config, world, order, loop, total)
-        run = Run(world, order, total, loop, saver, training, evaluation, _cadence(config), _loading(config, world))
+        run = Run(world, order, total, loop, saver, training, evaluation, _cadence(config), loading)
         return ExitCode.STOPPED if run.go(stop, folder, config.training.tensorboard) else ExitCode.DONE
 
 

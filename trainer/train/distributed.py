@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.errors import ConfigError
+from trainer.names import without_dns
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -99,16 +100,23 @@ def joined(gpus_per_node: int, timeout_seconds: float) -> Iterator[World]:
     grouped = "RANK" in environ
     if grouped:
         gpu = devices[0].type == "cuda"
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if gpu else "gloo",
-            timeout=timedelta(seconds=timeout_seconds),
-            device_id=devices[0] if gpu else None,
-        )
+        with without_dns() if _needs_no_names(environ) else nullcontext():
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if gpu else "gloo",
+                timeout=timedelta(seconds=timeout_seconds),
+                device_id=devices[0] if gpu else None,
+            )
     world = World(numbers["RANK"], local_rank, numbers["WORLD_SIZE"], local_world_size, devices, grouped)
     yield world
     # Only after a good end: with an exception on its way, peers may be inside a collective, and leaving one can wait for them.
     if grouped:
         dist.destroy_process_group()
+
+
+def _needs_no_names(environ: Mapping[str, str]) -> bool:
+    """The node process has given the address in numbers, and gloo the interface."""
+    address = environ.get("MASTER_ADDR", "")
+    return "GLOO_SOCKET_IFNAME" in environ and not any(letter.isalpha() for letter in address)
 
 
 def _numbers(environ: Mapping[str, str]) -> dict[str, int]:

@@ -69,6 +69,11 @@ class Loop:
         self._memory_format = torch.channels_last if options.channels_last else torch.preserve_format
         self._moves = world.device.type != "cpu" or len(world.devices) > 1 or options.channels_last
 
+    @property
+    def states(self) -> list[dict[str, Any]]:
+        """The tensors that a checkpoint holds from the start: weights, and their average if there is one."""
+        return [self.bare.state_dict(), *([self.average.average] if self.average else [])]
+
     def take_step(self, micro_batches: Iterator[Any]) -> None:
         """One optimizer step over `accumulation` micro-batches: gradients are exchanged in the last one only."""
         self.rate.set(self.updates)
