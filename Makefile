@@ -83,6 +83,7 @@ lint: $(VENV)/.test
 
 bench: $(VENV)/.train
 	$(BIN)/python -m bench.loop
+	$(BIN)/python -m bench.rollcall
 
 # The tested versions of everything, a few GB with CUDA, once.
 $(VENV)/.train: pyproject.toml constraints.txt

@@ -11,8 +11,10 @@ import json
 import os
 import resource
 import socket
+import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -153,6 +155,40 @@ def join_and_connect(nodes: int) -> str:
     return f"{nodes} nodes with a name server that never answers: {max(answer() for answer in answers):.2f} s"
 
 
+OFF = """
+from trainer.node import judge, rollcall
+judge.preside = rollcall.join = lambda *arguments: rollcall.Place(0, "127.0.0.1", "127.0.0.1")
+"""  # what is left: node 0's store, to which the other connects
+
+
+def start_of_a_job(before: str) -> float:
+    """Seconds of a whole two-node job of two steps on this machine, with some statements run first on each node."""
+    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+        free.close()
+        config = ["configs/digits.yaml", "resources.nodes=2", "resources.ranks_per_node=1", "training.max_steps=2"]
+        script = f"{before}\nfrom trainer.cli import main\nraise SystemExit(main({['node', *config, f'run_dir={folder}/run']}))"
+        started, nodes = time.perf_counter(), []
+        for rank in range(2):
+            place = {"PET_NNODES": "2", "PET_NODE_RANK": str(rank), "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port)}
+            environ = {**os.environ, **place, "OMP_NUM_THREADS": "1"}
+            nodes.append(subprocess.Popen([sys.executable, "-c", script], env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+        assert [node.wait() for node in nodes] == [0, 0]
+        return time.perf_counter() - started
+
+
+def added_to_a_start(rounds: int) -> str:
+    """Interleaved with the same job without it; the difference of medians, beside that of the same job with itself."""
+    jobs = {"with": "", "without": OFF, "without, again": OFF}
+    seconds = {name: [] for name in jobs}  # type: dict[str, list[float]]
+    for _ in range(rounds):
+        for name, before in jobs.items():
+            seconds[name].append(start_of_a_job(before))
+    middle = {name: statistics.median(each) for name, each in seconds.items()}
+    added, null = middle["with"] - middle["without"], middle["without, again"] - middle["without"]
+    return f"a two-node job of {middle['without']:.2f} s takes {added:+.2f} s with the roll call ({null:+.2f} s: null test)"
+
+
 def main() -> None:
     """Print the table."""
     if sys.argv[1:2] == ["--inside"]:
@@ -170,6 +206,7 @@ def main() -> None:
     print(f"one node tries {judge.PARTNERS} ports in {probe_many(judge.PARTNERS):.3f} s")
     Probe.run = run_probe  # type: ignore[method-assign]
     print(without_name_server(64))
+    print(added_to_a_start(rounds=5))
 
 
 if __name__ == "__main__":

@@ -52,6 +52,12 @@ def overrides(run: Path) -> str:
     return f"run_dir={json.dumps(str(run))}"
 
 
+def roll_call(run: Path) -> dict[str, Any]:
+    """What came of the last roll call of a run."""
+    events = map(json.loads, (run / "events.jsonl").read_text().splitlines())
+    return [event for event in events if event["event"] == "roll_call"][-1]
+
+
 def metrics(run: Path, kind: str = "train") -> list[dict[str, Any]]:
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []

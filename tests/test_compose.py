@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, Docker, wait_until
-from tests.jobs import TRAINER, command, losses, metrics, overrides
+from tests.jobs import TRAINER, command, losses, metrics, overrides, roll_call
 from trainer.launch.job import Job, JobFailedError, submit
 from trainer.settings import load_config
 
@@ -69,6 +69,7 @@ def test_two_containers_learn_what_one_machine_does(project: Project) -> None:
     project.settings(STEPS, "training.log_every_steps=1")
     project("up", "--no-build", "--abort-on-container-failure")
     assert project.states() == {"node0": ("exited", 0), "node1": ("exited", 0)}
+    assert (told := roll_call(project.run))["nodes"] == 2 and not told["fault"] and not told["warnings"], told
     local = project.run.parent / "local"
     argv = ["run", "--rm", "--user", "10001:10001", f"--volume={local.parent}:{local.parent}", project.docker.image]
     settings = ["training.log_every_steps=1", STEPS, f"run_dir={local}"]

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tests.conftest import DIGITS, ROOT, wait_until
-from tests.jobs import SHORT, TRAINER, command, equal, losses, metrics, saved
+from tests.jobs import SHORT, TRAINER, command, equal, losses, metrics, roll_call, saved
 from tests.lab.kube import schema
 from tests.lab.kube.api import KubeApi
 from tests.lab.kube.pods import Emulator, Faults, missing
@@ -55,6 +55,7 @@ def test_two_pods_learn_what_one_machine_does_whoever_comes_first(kind: str, tmp
         verdict = run.wait(120)
         assert verdict.condition in ("Succeeded", "Complete"), f"{verdict}\n{all_logs(run, kind)}"
     assert losses(claim / "job") == losses(reference) and equal(saved(claim / "job"), saved(reference))
+    assert (told := roll_call(claim / "job"))["nodes"] == 2 and not told["fault"] and not told["warnings"], told
 
 
 def writes(pid: int, log: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -33,6 +34,19 @@ def test_submit_trains_on_two_nodes_as_one_machine_does(shared: Path, reference:
     assert f"done: job {job} ended well" in follow(run), batch_log(run)
     assert {path.name.split(".")[1] for path in run.glob("logs/attempt-000/*.log")} == {"node1", "node2"}
     assert losses(run) == losses(reference) and equal(saved(run), saved(reference))
+
+
+def test_a_roll_call_alone_on_an_allocation(shared: Path) -> None:
+    settings = [str(ROOT / "slurm" / "site.yaml"), *SHORT, *TWO_BY_TWO, overrides(shared / "run")]
+    code, output = command(*TRAINER, "rollcall", *settings)
+    table = [line.split() for line in output.splitlines()]
+    assert code == 0 and [row[:2] for row in table if row[:1] in (["0"], ["1"])] == [["0", "node1"], ["1", "node2"]], output
+    assert re.search(r"the job can start: 2 nodes, roll call in [\d.]+ s", output) and not metrics(shared / "run"), output
+    rates = [node["received"] for node in json.loads((shared / "run" / "rollcall.json").read_text())["nodes"]]
+    assert all(rate > 1e6 for rate in rates), rates
+    argv = ["srun", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=2", "--overlap", *TRAINER, "rollcall", *settings[1:]]
+    done = subprocess.run([*argv, "backend=slurm"], capture_output=True, text=True, cwd=shared)
+    assert done.returncode == 0 and "the job can start: 2 nodes, roll call in " in done.stderr, done.stdout + done.stderr
 
 
 def test_render_is_to_the_letter_what_was_sent(shared: Path) -> None:
