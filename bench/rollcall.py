@@ -172,7 +172,11 @@ def start_of_a_job(before: str) -> float:
         for rank in range(2):
             place = {"PET_NNODES": "2", "PET_NODE_RANK": str(rank), "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port)}
             environ = {**os.environ, **place, "OMP_NUM_THREADS": "1"}
-            nodes.append(subprocess.Popen([sys.executable, "-c", script], env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+            nodes.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", script], env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                )
+            )
         assert [node.wait() for node in nodes] == [0, 0]
         return time.perf_counter() - started
 

@@ -354,14 +354,16 @@ def test_a_slow_way_is_told_from_a_slow_node(slow: Callable[[int, int], bool], c
         return BAD if slow(sender, receiver) else GOOD
 
     received = {rank: measure((rank - 1) % 5, rank) for rank in range(5)}
-    ((rank, told),) = slow_ways(received, measure, lambda rank: f"n{rank}")
+    ((rank, told),) = slow_ways(received, 5, measure, lambda rank: f"n{rank}")
     assert rank == culprit and told.startswith(words)
 
 
 def test_what_was_slow_only_while_all_streamed_is_not_told() -> None:
-    assert not list(slow_ways({0: GOOD, 1: BAD, 2: GOOD}, lambda sender, receiver: GOOD, str))
-    assert not list(slow_ways({0: GOOD, 1: 0.6 * GOOD, 2: GOOD}, lambda sender, receiver: BAD, str))
-    assert [rank for rank, _ in slow_ways({0: GOOD, 1: BAD}, lambda sender, receiver: BAD, str)] == [1], "of two, either is fast"
+    assert not list(slow_ways({0: GOOD, 1: BAD, 2: GOOD}, 3, lambda sender, receiver: GOOD, str))
+    assert not list(slow_ways({0: GOOD, 1: 0.6 * GOOD, 2: GOOD}, 3, lambda sender, receiver: BAD, str))
+    assert [rank for rank, _ in slow_ways({0: GOOD, 1: BAD}, 2, lambda sender, receiver: BAD, str)] == [1], (
+        "of two, either is fast"
+    )
 
 
 def test_a_node_that_dies_while_it_is_probed(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,3 +414,43 @@ def test_the_report_can_be_written(call: Any) -> None:
     nodes.end()
     assert json.loads(json.dumps(nodes.reports[0].nodes))[1]["facts"] == SAME
     assert not isinstance(nodes.ended["n1"], FaultError)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\nHost: node1\r\n\r\n",
+        b"\x16\x03\x01\x02\x00" * 50 + b"\n",
+        b"[]\n",
+        b'{"node_rank": "x"}\n',
+        json.dumps(
+            {"node_rank": 7, "nnodes": 3, "host": "h", "pid": 1, "job": "", "address": "", "route": "", "port": 1}
+        ).encode()
+        + b"\n",
+        json.dumps(
+            {"node_rank": -1, "nnodes": 3, "pid": 1, "port": 1, "facts": {}, "traits": {}, "warnings": []}
+            | dict.fromkeys(("host", "job", "address", "route"), "")
+        ).encode()
+        + b"\n",
+        b"",
+    ],
+)
+def test_strangers_do_not_disturb(said: bytes, call: Any) -> None:
+    nodes = call(3)
+    nodes.start(0, seconds=20)
+    with socket.create_connection(nodes.listener.getsockname()) as stranger:
+        stranger.sendall(said)
+        time.sleep(0.3)
+        for rank in (1, 2):
+            nodes.start(rank, seconds=20)
+        assert all(isinstance(end, Place) for end in nodes.end().values()), nodes.ended
+
+
+def test_a_verdict_that_does_not_fit_into_the_kernels_buffer(call: Any) -> None:
+    """Node 0 sends the rest when there is room, though the node that reads it says nothing meanwhile."""
+    nodes = call(2)
+    nodes.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    trouble = Fault("B3", "n0", "x" * (3 << 20), "fix", ExitCode.REFUSED)
+    nodes.start(0, Terms(0, SAME, trouble=trouble), seconds=20)
+    nodes.start(1, seconds=20)
+    assert {len(line) for line in nodes.lines} == {len(trouble.line())}

@@ -104,7 +104,7 @@ class _Judge:
             received = {rank: answer["received"] for rank, answer in told.items() if answer["received"]}
             for rank, rate in received.items():
                 self.claims[rank]["received"] = rate
-            for rank, slow in slow_ways(received, partial(self._measure, register, own, seconds), self._name):
+            for rank, slow in slow_ways(received, len(told), partial(self._measure, register, own, seconds), self._name):
                 out = f"leave it out (slurm.options.exclude={self.claims[rank]['host']})"
                 self.warnings.append(f"{slow}; fix: look at cable and switch port, or {out}")
             return register.fault

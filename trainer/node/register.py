@@ -21,7 +21,12 @@ from trainer.node.rollcall import LEAVE_SECONDS, Pause, Terms
 
 _TICK_SECONDS = 0.1
 _SAY_SECONDS = 15.0
-_KEYS = {"node_rank", "nnodes", "host", "pid", "job", "address", "route", "port", "facts", "traits", "warnings", "trouble"}
+_CLAIM = {
+    **dict.fromkeys(("node_rank", "nnodes", "pid", "port"), int),
+    **dict.fromkeys(("host", "job", "address", "route"), str),
+    **dict.fromkeys(("facts", "traits"), dict),
+    "warnings": list,
+}
 
 
 @dataclass(eq=False)
@@ -106,8 +111,7 @@ class Register:
     def ask(self, messages: dict[int, Message]) -> None:
         """Send each node its own message."""
         for rank, message in messages.items():
-            with suppress(ConnectionError):
-                self._callers[rank].line.send(message)
+            self._tell(self._callers[rank], message)
 
     def answers(self, ranks: list[int], seconds: float) -> dict[int, Message]:
         """What each of these nodes says next. A node that ends instead, or is silent for so long, is the job's fault."""
@@ -118,7 +122,8 @@ class Register:
                 how = "ended" if caller.gone else f"said nothing for {seconds:.0f} s"
                 cause = f"{caller.name} {how} during the roll call"
                 host = caller.claim["host"] if caller.claim else ""
-                self.fault = Fault("C3", host, cause, "look at its log", ExitCode.NODE_LOST, node_rank=rank)
+                fault = Fault("C3", host, cause, "look at its log", ExitCode.NODE_LOST, node_rank=rank)
+                self.fault = self.fault or fault
         return {rank: caller.said.pop(0) for rank, caller in callers.items() if caller.said}
 
     def dismiss(self, verdict: Message) -> None:
@@ -126,8 +131,7 @@ class Register:
         told = [caller for caller in self._all if caller.claim and not caller.gone]
         for caller in told:
             caller.said.clear()
-            with suppress(ConnectionError):
-                caller.line.send(verdict)
+            self._tell(caller, verdict)
         self._hear({caller for caller in told if not caller.gone}, LEAVE_SECONDS)
 
     @property
@@ -167,22 +171,35 @@ class Register:
                     self._admit(caller, message)
                 else:
                     caller.said.append(message)
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if caller.line.unsent else 0)
-            if self._selector.get_key(caller.line.connection).events != events:
-                self._selector.modify(caller.line.connection, events, caller)
+            self._watch(caller)
         except ConnectionError:
             self._lose(caller)
 
+    def _tell(self, caller: _Caller, message: Message) -> None:
+        if caller.gone:
+            return
+        with suppress(ConnectionError):  # its end is noticed when it is read
+            caller.line.send(message)
+        self._watch(caller)
+
+    def _watch(self, caller: _Caller) -> None:
+        """What does not fit into the kernel's buffer follows when there is room."""
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if caller.line.unsent else 0)
+        if self._selector.get_key(caller.line.connection).events != events:
+            self._selector.modify(caller.line.connection, events, caller)
+
     def _admit(self, caller: _Caller, claim: Message) -> None:
-        if not claim.keys() >= _KEYS:
+        if any(type(claim.get(key)) is not kind for key, kind in _CLAIM.items()) or claim["node_rank"] not in range(
+            claim["nnodes"]
+        ):
             raise ConnectionError("no claim")
         if claim["job"] and self.terms.job and claim["job"] != self.terms.job:
             caller.line.send({"other": f"job {self.terms.job}"})
             raise ConnectionError("another job's")
         caller.claim = claim
-        rank, host = int(claim["node_rank"]), claim["host"]
+        rank, host = claim["node_rank"], claim["host"]
         self._strangers.remove(caller)
-        if self.fault is None and claim["trouble"]:
+        if self.fault is None and claim.get("trouble"):
             self.fault = Fault.from_json(claim["trouble"])
         if claim["nnodes"] != self.node.nnodes:
             cause = f"{caller.name} says {claim['nnodes']} nodes, node 0 ({self.node.host}) says {self.node.nnodes}"

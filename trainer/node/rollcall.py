@@ -112,7 +112,12 @@ def _try(node: Identity, terms: Terms, deadline: float, pause: Pause, is_store: 
         connection = reach(node)
     except FaultError as error:
         return error
-    with _Attendance(node, terms, Line(connection), deadline, pause) as attendance:
+    try:
+        attendance = _Attendance(node, terms, Line(connection), deadline, pause)
+    except OSError as error:  # the other end has closed already; or the address of the named interface has just gone
+        connection.close()
+        return _who_answers(node, False, error.strerror or str(error))
+    with attendance:
         try:
             return attendance.attend()
         except _NoAnswerError as error:

@@ -11,20 +11,23 @@ _AT_MOST = 4  # ways that are looked into, the slowest first
 Measure = Callable[[int, int], float]  # (sender, receiver) -> bytes/s, with nobody else streaming
 
 
-def slow_ways(received: Mapping[int, float], measure: Measure, name: Callable[[int], str]) -> Iterator[tuple[int, str]]:
+def slow_ways(
+    received: Mapping[int, float], nodes: int, measure: Measure, name: Callable[[int], str]
+) -> Iterator[tuple[int, str]]:
     """For each way that stays slow: the node rank that is to be left out, and what is slow, in words.
 
     Args:
         received: node rank -> bytes/s that came from the node before it in the ring, while all streamed.
+        nodes: in the ring.
         name: a node as a person would name it.
     """
     if len(received) < 2:
         return
     usual = median(received.values())
-    limit, count = _SLOW * usual, max(received) + 1
+    limit = _SLOW * usual
     suspects = sorted((rank for rank, rate in received.items() if rate < limit), key=lambda rank: received[rank])
     for receiver in suspects[:_AT_MOST]:
-        sender = (receiver - 1) % count
+        sender = (receiver - 1) % nodes
         rate = measure(sender, receiver)
         if rate >= limit:
             continue
