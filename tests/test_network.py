@@ -403,7 +403,8 @@ def test_a_refusal_reaches_a_node_that_looks_late(nodes: Nodes) -> None:
     nodes.start(1, "training.seed=2")
     ended = nodes.end()
     assert [code for code, _ in ended] == [4, 4] and all(
-        "FAULT B4 host=node2 node_rank=1: config: " in output for _, output in ended
+        "FAULT B4 host=node2 node_rank=1: training.seed: node 1 (node2) has 2, node 0 (node1) 1; fix: " in output
+        for _, output in ended
     ), ended
 
 

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.conftest import DIGITS
+from tests.conftest import DIGITS, ROOT
 from tests.jobs import TRAINER, finish, overrides, start
 from tests.test_runs import SCRIPT
 from trainer.node.parity import difference
 
-SAME = {"torch": "2.14.1", "config": "abc"}
+SAME = {"torch": "2.14.1", "training.seed": "1"}
 
 
 def test_nodes_that_agree() -> None:
@@ -24,8 +24,10 @@ def test_the_odd_one_out_is_named_by_majority() -> None:
 
 
 def test_of_two_both_are_named() -> None:
-    nodes = {0: ("a", SAME), 1: ("b", {**SAME, "config": "xyz"})}
-    assert difference(nodes) == ("B4", "config: node 1 (b) has xyz, node 0 (a) abc", 1)
+    nodes = {0: ("a", SAME), 1: ("b", {**SAME, "training.seed": "2"})}
+    assert difference(nodes) == ("B4", "training.seed: node 1 (b) has 2, node 0 (a) 1", 1)
+    less = {0: ("a", SAME), 1: ("b", {"torch": "2.14.1"})}
+    assert difference(less) == ("B4", "training.seed: node 1 (b) has the default, node 0 (a) 1", 1)
     assert difference({0: ("a", SAME), 1: ("b", {})}) == ("B1", "torch: node 1 (b) has nothing, node 0 (a) 2.14.1", 1)
 
 
@@ -55,7 +57,12 @@ def test_a_config_that_differs_in_one_key_is_refused_before_the_first_step(folde
     lines = {next(line for line in output.splitlines() if line.startswith("FAULT")) for _, output in ended}
     (line,) = lines
     assert [code for code, _ in ended] == [4, 4]
-    assert line.startswith("FAULT B4 host=") and "node_rank=1: config: node 1 (" in line and "rollcall.parity=warn" in line
+    assert (
+        line.startswith("FAULT B4 host=")
+        and "node_rank=1: optimizer.args.lr: node 1 (" in line
+        and " has 0.7, node 0 (" in line
+        and "rollcall.parity=warn" in line
+    )
     assert not (folder / "run" / "metrics.jsonl").exists()
 
 
@@ -63,7 +70,7 @@ def test_a_config_that_differs_in_one_key_is_refused_before_the_first_step(folde
 def test_an_explicit_override_lets_it_run_with_a_warning(folder: Path) -> None:
     ended = two_nodes(folder / "run", "watch.stop_seconds=61", both=("rollcall.parity=warn",))
     assert [code for code, _ in ended] == [0, 0], ended
-    assert "warning: config: node 1 (" in ended[0][1] and "going on, as rollcall.parity=warn says" in ended[0][1]
+    assert "warning: watch.stop_seconds: node 1 (" in ended[0][1] and "going on, as rollcall.parity=warn says" in ended[0][1]
 
 
 def test_a_script_that_differs_is_another_script(folder: Path) -> None:
@@ -77,6 +84,27 @@ def test_a_script_that_differs_is_another_script(folder: Path) -> None:
 
     (folder / "a.py").write_text(SCRIPT)
     (folder / "b.py").write_text(SCRIPT + "\n")
-    told = [facts("name: x", folder / name, Torch) for name in ("a.py", "b.py", "missing.py")]
+    told = [facts({}, folder / name, [], Torch) for name in ("a.py", "b.py", "missing.py")]
     assert len({each["entrypoint"] for each in told}) == 3
-    assert told[0]["kit"] == told[1]["kit"] and "entrypoint" not in facts("name: x", None, Torch)
+    assert told[0]["kit"] == told[1]["kit"] and "entrypoint" not in facts({}, None, [], Torch)
+
+
+@pytest.mark.ranks
+def test_a_model_of_the_users_own_that_differs(folder: Path) -> None:
+    """The same import path, another file: each node has a folder of its own in front of its path."""
+    nodes = []
+    for rank in (0, 1):
+        own = folder / f"code-{rank}"
+        own.mkdir()
+        (own / "mine.py").write_text(f"import torch\n\n\ndef model():\n    return torch.nn.Linear(64, 10)  # {rank}\n")
+        place = {"PET_NNODES": "2", "PET_NODE_RANK": str(rank), "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": "28312"}
+        shape = [
+            "resources.nodes=2",
+            "resources.ranks_per_node=1",
+            "model={target: 'mine:model', args: {}}",
+            overrides(folder / "run"),
+        ]
+        nodes.append(start(*TRAINER, "node", str(DIGITS), *shape, PYTHONPATH=f"{own}:{ROOT}", **place))
+    ended = [finish(node) for node in nodes]
+    assert [code for code, _ in ended] == [4, 4] and all("code: node 1 (" in output for _, output in ended), ended
+    assert " (mine.py), node 0 (" in ended[0][1] and "FAULT B4 " in ended[0][1]

@@ -54,6 +54,19 @@ def dump_config(config: Config) -> str:
     return yaml12.dump(config.model_dump())
 
 
+def changed(config: Config) -> dict[str, str]:
+    """The settings that are not at their default: `section.key` -> value as JSON."""
+    return dict(_flat(config.model_dump(exclude_defaults=True), ""))
+
+
+def _flat(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", json.dumps(value, default=str)
+
+
 def check(config: Config) -> None:
     """Look at what a config names without importing any of it: targets, their arguments, the script.
 

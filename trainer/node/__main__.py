@@ -19,7 +19,7 @@ from trainer.node import gpus, health, judge, network, parity, prepare, ranks, r
 from trainer.node.guard import Guard
 from trainer.node.identity import Identity, identify
 from trainer.node.logs import RunFolder, say
-from trainer.settings import check_resume, dump_config, load_config
+from trainer.settings import changed, check_resume, dump_config, load_config
 
 if TYPE_CHECKING:
     from trainer.node.store import Roll
@@ -87,12 +87,10 @@ class _Node:
         node = self.node
         listener = rendezvous.listen(node) if node.node_rank == 0 else None
         if listener:
-            node = self.node = _with_port(node, listener.getsockname()[1])
+            node = self.node = replace(node, master_port=listener.getsockname()[1])
         interface = self.config.rollcall.interface
         prepare.environment(os.environ, node.nproc_per_node, node.master_addr == "127.0.0.1", interface)
-        kit = self.config.entrypoint == TRAIN
-        parts = {name: getattr(self.config, name).target for name in ("model", "data", "loss", "optimizer")} if kit else {}
-        prepare.warm_up(TRAIN if kit else None, parts)
+        prepare.warm_up(TRAIN if self._targets else None, self._targets)
         waker = signals.Signals(os.environ.get(HEALTH_FILE))
         if listener:
             self._keep_config()
@@ -111,6 +109,12 @@ class _Node:
         watch = importlib.import_module("trainer.node.watch")  # it brings torch
         watcher = watch.Watch(roll, self.guard, waker, _on_terminal(node), limits.stop_seconds, limits.stall_seconds)
         return self._train(watcher)
+
+    @property
+    def _targets(self) -> dict[str, str]:
+        """Section of the config -> target; none for the user's own script."""
+        parts = ("model", "data", "loss", "optimizer") if self.config.entrypoint == TRAIN else ()
+        return {name: getattr(self.config, name).target for name in parts}
 
     def _join(self, listener: socket.socket | None, waker: signals.Signals) -> rollcall.Place:
         """The roll call."""
@@ -138,13 +142,14 @@ class _Node:
     def _terms(self, trouble: Fault | None, found: gpus.Gpus | None) -> rollcall.Terms:
         config = self.config
         script = Path(config.entrypoint) if config.entrypoint != TRAIN else None
+        modules = sorted({target.partition(":")[0] for target in self._targets.values()})
         workers = config.data.num_workers if config.data else 0
         warnings = [*health.warnings(self.node.nproc_per_node, workers, os.environ), *(found.warnings if found else [])]
         for warning in warnings:
             say(f"[{self.node.host}] warning: {warning}")
         return rollcall.Terms(
             self.attempt,
-            parity.facts(dump_config(config), script, sys.modules["torch"]),
+            parity.facts(changed(config), script, modules, sys.modules["torch"]),
             prepare.traits(os.environ, found),
             warnings,
             config.rollcall.parity == "warn",
@@ -231,10 +236,6 @@ def _leave(code: int | None) -> None:
     if folder := os.environ.get(EXIT_CODES):
         with suppress(OSError):
             (Path(folder) / f"{socket.gethostname()}-{os.getpid()}").write_text("" if code is None else f"{int(code)}\n")
-
-
-def _with_port(node: Identity, port: int) -> Identity:
-    return replace(node, master_port=port)
 
 
 def _fill(argument: str, values: dict[str, str]) -> str:

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import platform
+import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainer import __version__
 from trainer.errors import ExitCode, Fault
 
-# The catalogue's kinds: nodes with other software, or with another config or script.
-_CODES = {"config": "B4", "entrypoint": "B4"}
+_SOFTWARE = ("kit", "Python", "torch", "CUDA", "cuDNN", "NCCL")  # the catalogue's B1; anything else is another job's, B4
 
 
-def facts(config: str, entrypoint: Path | None, torch: Any) -> dict[str, str]:
+def facts(settings: Mapping[str, str], entrypoint: Path | None, modules: Sequence[str], torch: Any) -> dict[str, str]:
     """This node's side: item -> value, as a person would name both.
 
     Args:
-        config: the resolved config's text.
+        settings: those of the resolved config that are not at their default.
         entrypoint: the user's own script, if there is one.
+        modules: names of those that the config's targets are in, which the caller has loaded.
         torch: the module, which the caller has loaded.
     """
     found = {
@@ -30,9 +31,19 @@ def facts(config: str, entrypoint: Path | None, torch: Any) -> dict[str, str]:
         "torch": str(torch.__version__),
         "CUDA": torch.version.cuda or "none",
         **_libraries(torch),
-        "config": hashlib.sha256(config.encode()).hexdigest()[:12],
+        **settings,
     }
-    return {**found, "entrypoint": _digest(entrypoint)} if entrypoint else found
+    own = [file for file in map(_own_file, modules) if file]
+    code = {"code": f"{_digest(*own)} ({', '.join(file.name for file in own)})"} if own else {}
+    return {**found, **code, **({"entrypoint": _digest(entrypoint)} if entrypoint else {})}
+
+
+def _own_file(module: str) -> Path | None:
+    """A module's file, if the user wrote it: installed packages have versions of their own, and the kit's are in its hash."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if file is None or "site-packages" in file or "dist-packages" in file or module.partition(".")[0] in ("trainer", "torch"):
+        return None
+    return Path(file)
 
 
 def _libraries(torch: Any) -> dict[str, str]:
@@ -54,7 +65,8 @@ def difference(nodes: Mapping[int, tuple[str, Mapping[str, str]]]) -> tuple[str,
 
 def _differences(nodes: Mapping[int, tuple[str, Mapping[str, str]]]) -> Iterator[tuple[str, str, int]]:
     for item in dict.fromkeys(item for _, told in nodes.values() for item in told):
-        values = {rank: told.get(item, "nothing") for rank, (_, told) in nodes.items()}
+        absent = "nothing" if item in _SOFTWARE else "the default"
+        values = {rank: told.get(item, absent) for rank, (_, told) in nodes.items()}
         counted = Counter(values.values()).most_common()
         if len(counted) == 1:
             continue
@@ -65,7 +77,7 @@ def _differences(nodes: Mapping[int, tuple[str, Mapping[str, str]]]) -> Iterator
         more = f", {len(odd) - 1} more differ too" if len(odd) > 1 else ""
         first = odd[0]
         cause = f"{item}: node {first} ({nodes[first][0]}) has {values[first]}, {others}{more}"
-        yield _CODES.get(item, "B1"), cause, first
+        yield "B1" if item in _SOFTWARE else "B4", cause, first
 
 
 def may_differ(claims: Mapping[int, Mapping[str, Any]]) -> list[str]:
