@@ -14,6 +14,7 @@ from trainer.errors import ConfigError
 from trainer.train.checkpoint import Checkpointer
 from trainer.train.distributed import World
 from trainer.train.random_state import random_state, seed_all, set_random_state
+from trainer.train.stored import steps
 
 
 def state(step: int) -> dict[str, object]:
@@ -28,7 +29,7 @@ def test_what_is_saved_is_loaded_and_the_oldest_are_dropped(folder: Path) -> Non
     checkpoints = saver(folder, keep_last=2)
     for step in (5, 10, 15):
         checkpoints.save(step, state(step), {"mine": step})
-    assert checkpoints.steps() == [10, 15]
+    assert steps(checkpoints.folder) == [10, 15]
     found = checkpoints.load()
     assert found is not None and found["step"] == 15 and found["ranks"] == [{"mine": 15}]
     assert torch.equal(found["weights"], torch.full((1000,), 15.0))
@@ -82,7 +83,7 @@ def test_what_is_written_after_damaged_ones_stays(folder: Path) -> None:
         damage_half(folder / "checkpoints" / f"step-{step:08d}" / "state.pt")
     assert checkpoints.load() is None
     checkpoints.save(9, state(9), {})
-    assert checkpoints.steps() == [9] and checkpoints.load()["step"] == 9  # type: ignore[index]
+    assert steps(checkpoints.folder) == [9] and checkpoints.load()["step"] == 9  # type: ignore[index]
     assert len(list((folder / "checkpoints").glob("*.damaged"))) == 2
 
 
@@ -91,7 +92,7 @@ def test_a_run_that_went_on_from_an_older_one_drops_what_came_after(folder: Path
     for step in (5, 10, 15):
         checkpoints.save(step, state(step), {})
     checkpoints.save(7, state(7), {})
-    assert checkpoints.steps() == [5, 7]
+    assert steps(checkpoints.folder) == [5, 7]
 
 
 def test_nothing_to_load(folder: Path) -> None:
@@ -130,7 +131,7 @@ def test_a_failing_disk_leaves_no_half_checkpoint(folder: Path, monkeypatch) -> 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         checkpoints.save(10, state(10), {})
-    assert checkpoints.steps() == [5] and not list((folder / "checkpoints").glob("*.tmp"))
+    assert steps(checkpoints.folder) == [5] and not list((folder / "checkpoints").glob("*.tmp"))
 
 
 def test_all_ranks_load_the_one_that_rank_0_chose(folder: Path) -> None:

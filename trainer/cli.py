@@ -123,6 +123,27 @@ def cancel(arguments: argparse.Namespace) -> None:
     print(jobs.Job.of(arguments.run).cancel(arguments.now))
 
 
+def checkpoints(arguments: argparse.Namespace) -> None:
+    """List a run's checkpoints: step, time, size, and whether each is whole."""
+    stored = importlib.import_module("trainer.train.stored")
+    print(stored.listing(_checkpoints(arguments.run)))
+
+
+def export(arguments: argparse.Namespace) -> None:
+    """Write a run's weights for use elsewhere: a plain state dict, as .safetensors or by torch.save."""
+    weights = importlib.import_module("trainer.train.weights")
+    folder = _checkpoints(arguments.run)
+    chosen, count = weights.export(folder, Path(arguments.out), arguments.step, not arguments.no_average)
+    print(f"{arguments.out}: {count} tensors of {_short(chosen)}")
+
+
+def _checkpoints(run: str | None) -> Path:
+    """A run's checkpoints; any folder that has some will do, also one that no `submit` made."""
+    if run and (Path(run) / "checkpoints").is_dir():
+        return Path(run) / "checkpoints"
+    return jobs.Job.of(run).folder / "checkpoints"
+
+
 def lint(arguments: argparse.Namespace) -> int:
     """Look for what breaks distributed training in Kubernetes manifests of your own."""
     found = importlib.import_module("trainer.launch.lint").lint([Path(file) for file in arguments.files])
@@ -180,6 +201,15 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--rank", default="0", type=_rank, help="global rank, or all (default: 0)")
         if name == "cancel":
             command.add_argument("--now", action="store_true", help="kill it; the last checkpoint stands")
+    command = commands.add_parser("checkpoints", help=checkpoints.__doc__)
+    command.add_argument("run", nargs="?", help="run folder or its name under runs/ (default: the newest)")
+    command.set_defaults(function=checkpoints)
+    command = commands.add_parser("export", help=export.__doc__)
+    command.add_argument("run", help="run folder or its name under runs/")
+    command.add_argument("out", help="file to write: .safetensors, or any other name for torch.save")
+    command.add_argument("--step", type=int, help="of the checkpoint (default: the newest whole one)")
+    command.add_argument("--no-average", action="store_true", help="the weights themselves where the run kept a moving average")
+    command.set_defaults(function=export)
     command = commands.add_parser("lint", help=lint.__doc__)
     command.add_argument("files", nargs="+", help="manifests, read together")
     command.set_defaults(function=lint)

@@ -41,11 +41,20 @@ def _job_name(value: str) -> str:
 
 
 def _folder(value: str) -> str:
+    return _path(value, "folder")
+
+
+def _file(value: str) -> str:
+    return _path(value, "file")
+
+
+def _path(value: str, kind: str) -> str:
     if not value.strip() or "\0" in value or "\n" in value:
-        raise ValueError("is no folder; name one")
+        raise ValueError(f"is no {kind}; name one")
     return os.path.expanduser(value)  # noqa: PTH111 (a string stays a string)
 
 
+FileName = Annotated[str, AfterValidator(_file)]
 FolderName = Annotated[str, AfterValidator(_folder)]
 TargetName = Annotated[str, AfterValidator(_target)]
 JobName = Annotated[str, AfterValidator(_job_name)]
@@ -64,6 +73,10 @@ class Model(Target):
     """The network: `target(**args)` gives a torch.nn.Module. A target with a parameter `devices` gets this rank's devices
     and places its own parts on them (a model split inside a rank)."""
 
+    weights: FileName | None = None
+    """Weights to start from: a .safetensors file, or what torch.save wrote, with or without `module.`. A resume wins."""
+    weights_skip: list[str] = []
+    """Beginnings of names that keep their fresh values, such as `fc.` for other classes."""
     channels_last: bool = False
     """Keep images and weights in channels_last memory format."""
     sync_batchnorm: bool = False

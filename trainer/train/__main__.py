@@ -33,6 +33,7 @@ from trainer.train.random_state import seed_all, set_random_state
 from trainer.train.room import check_disk, check_shared_memory
 from trainer.train.run import Cadence, Run
 from trainer.train.stop import StopSignal
+from trainer.train.weights import load
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +137,10 @@ def _model(config: Config, world: World) -> nn.Module:
     model: nn.Module = targets.call("model", target, config.model.args, **extra)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model.target={target}: returned a {type(model).__name__}; it must return a torch.nn.Module")
+    if config.model.weights:
+        taken = load(model, Path(config.model.weights), config.model.weights_skip)
+        if world.rank == 0:
+            logger.info(f"starting from {taken} weights of {config.model.weights}")
     if not extra:
         model = model.to(world.device)
     if config.model.channels_last:

@@ -1,9 +1,4 @@
-"""Checkpoints that a kill cannot spoil: written aside, synced, renamed, checked by sha256 before they are used.
-
-checkpoints/step-00000200/state.pt        tensors and plain types only: loads with weights_only=True
-checkpoints/step-00000200/manifest.json   step, and size and sha256 of each file
-checkpoints/latest -> step-00000200       for people; a resume looks for the newest whole one itself
-"""
+"""Checkpoints that a kill cannot spoil: written aside, synced, renamed, checked by sha256 before they are used (see `stored`)."""
 
 from __future__ import annotations
 
@@ -19,10 +14,9 @@ import torch
 
 from trainer.errors import ConfigError
 from trainer.train.distributed import World
+from trainer.train.stored import LATEST, MANIFEST, STATE, file_size, name_of, problem, steps
 
 logger = logging.getLogger(__name__)
-
-STATE, MANIFEST, LATEST = "state.pt", "manifest.json", "latest"
 
 
 class Checkpointer:
@@ -39,9 +33,9 @@ class Checkpointer:
             state: what is equal on all ranks; rank 0's is written.
             own: what differs between ranks, such as random state; gathered into `state["ranks"]`.
         """
-        target = self.folder / f"step-{step:08d}"
+        target = self.folder / name_of(step)
         ranks = self.world.gather(own)
-        if self.world.rank == 0 and not _problem(target):
+        if self.world.rank == 0 and not problem(target):
             logger.info("checkpoint of step %d is there already", step)
         elif self.world.rank == 0:
             self._write(target, {"step": step, **state, "ranks": ranks})
@@ -69,20 +63,16 @@ class Checkpointer:
         logger.info("resuming at step %d from %s", state["step"], path.parent)
         return state
 
-    def steps(self) -> list[int]:
-        """Steps of all checkpoints in the folder, whole or not, oldest first."""
-        return sorted(int(path.name.removeprefix("step-")) for path in self.folder.glob("step-????????") if path.is_dir())
-
     def _newest(self) -> str | None:
-        steps = self.steps()
-        for step in reversed(steps):
-            name = f"step-{step:08d}"
-            problem = _problem(self.folder / name)
-            if problem is None:
-                if step != steps[-1]:
-                    logger.warning("using the checkpoint of step %d; %d steps are lost", step, steps[-1] - step)
+        found = steps(self.folder)
+        for step in reversed(found):
+            name = name_of(step)
+            wrong = problem(self.folder / name)
+            if wrong is None:
+                if step != found[-1]:
+                    logger.warning("using the checkpoint of step %d; %d steps are lost", step, found[-1] - step)
                 return name
-            logger.warning("checkpoint of step %d is damaged: %s", step, problem)
+            logger.warning("checkpoint of step %d is damaged: %s", step, wrong)
             _set_aside(self.folder / name)
         return None
 
@@ -117,29 +107,10 @@ class Checkpointer:
 
     def _prune(self, newest: int) -> None:
         """Drop the oldest, and what a run that went on from an older one has made obsolete. The one just written stays."""
-        steps = [step for step in self.steps() if step <= newest]
-        for step in set(self.steps()) - set(steps[-self.keep_last :]):
-            _remove(self.folder / f"step-{step:08d}")
-
-
-def file_size(path: Path) -> int:
-    """Bytes of a file."""
-    return path.stat().st_size
-
-
-def _problem(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, or None if every file is there with its size and sha256."""
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        for name, entry in manifest["files"].items():
-            path = folder / name
-            if file_size(path) != entry["bytes"]:
-                return f"{path} has {file_size(path)} bytes instead of {entry['bytes']}"
-            if _sha256(path) != entry["sha256"]:
-                return f"{path} has another sha256 than when it was written"
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        return f"{folder}: {type(error).__name__}: {error}"
-    return None
+        found = steps(self.folder)
+        kept = [step for step in found if step <= newest][-self.keep_last :]
+        for step in set(found) - set(kept):
+            _remove(self.folder / name_of(step))
 
 
 def _set_aside(folder: Path) -> None:
@@ -147,14 +118,6 @@ def _set_aside(folder: Path) -> None:
     aside = folder.with_suffix(".damaged")
     _remove(aside)
     folder.rename(aside)
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 class _HashingFile:
