@@ -112,7 +112,6 @@ class Nvml(ModuleType):
     """A recording of NVIDIA's management library: what it would tell of GPUs that are not here."""
 
     NVMLError = type("NVMLError", (Exception,), {})
-    NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 1
 
     def __init__(self, *models: str, **told: object) -> None:
         super().__init__("recorded_nvml")
@@ -169,7 +168,9 @@ def test_gpus_that_are_well(monkeypatch: pytest.MonkeyPatch) -> None:
     assert look(monkeypatch, Nvml(*H100, ecc=None)).warnings == [], "a GPU without error correction"
     assert len(look(monkeypatch, Nvml(*H100), CUDA_VISIBLE_DEVICES="1").models) == 1
     assert len(look(monkeypatch, Nvml(*H100), CUDA_VISIBLE_DEVICES="GPU-4f2a,GPU-77").models) == 2
-    assert look(monkeypatch, Nvml(*H100), CUDA_VISIBLE_DEVICES="").models == []
+    eight = Nvml(*H100 * 4)
+    for given, count in {"": 0, "-1": 0, "NoDevFiles": 0, "0,-1,1": 1, "-1,0": 0, "0,0": 0, "9": 0, "7, 6": 2}.items():
+        assert len(look(monkeypatch, eight, CUDA_VISIBLE_DEVICES=given).models) == count, given
 
 
 @pytest.mark.parametrize(

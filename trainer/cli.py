@@ -92,8 +92,12 @@ def rollcall(arguments: argparse.Namespace) -> int:
     try:
         job.wait()
     except jobs.JobFailedError as error:
-        code = next((ExitCode(event["exit_code"]) for event in job.run.events() if event["event"] == "node_end"), error.exit_code)
         print(*error.lines, sep="\n", file=sys.stderr)
+        ends = [each for each in job.run.events() if each["event"] == "node_end" and each["time"] >= job.run.job["submitted"]]
+        code = ExitCode(ends[0]["exit_code"]) if ends else error.exit_code
+    except KeyboardInterrupt:
+        print(job.cancel(), file=sys.stderr)
+        raise
     kept = job.folder / "rollcall.json"
     if kept.exists():
         text = kept.read_text(encoding="utf-8")

@@ -15,6 +15,7 @@ from typing import Any
 
 _PROHIBITED = 2  # NVML_COMPUTEMODE_PROHIBITED
 _FABRIC_COMPLETED, _FABRIC_ABSENT = 3, 0  # NVML_GPU_FABRIC_STATE_*
+_UNCORRECTED, _SINCE_LOADED = 1, 0  # NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC
 
 
 @dataclass(frozen=True)
@@ -59,45 +60,50 @@ def look(environ: Mapping[str, str], library: str = "pynvml") -> Gpus | None:
 
 
 def _visible(environ: Mapping[str, str], count: int) -> list[int]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves; names that are no numbers (UUIDs) are counted only."""
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves, as CUDA reads it: up to the first entry that names none, and none if one comes twice.
+    Names that are no numbers (UUIDs) are counted only."""
     given = environ.get("CUDA_VISIBLE_DEVICES")
     if given is None:
         return list(range(count))
-    names = [name.strip() for name in given.split(",") if name.strip()]
-    if all(name.isdecimal() for name in names):
-        return [int(name) for name in names if int(name) < count]
-    return list(range(min(count, len(names))))
+    found: list[int] = []
+    for name in given.split(","):
+        uuid = name.strip().startswith(("GPU-", "MIG-"))
+        index = len(found) if uuid else int(name) if name.strip().isdecimal() else count
+        if index >= count:
+            break
+        found.append(index)
+    return found if len(set(found)) == len(found) else []
 
 
 def _trouble(nvml: Any, gpu: Any, index: int) -> str | None:
-    if _ask(nvml, nvml.nvmlDeviceGetComputeMode, gpu) == _PROHIBITED:
+    if _ask(nvml, "nvmlDeviceGetComputeMode", gpu) == _PROHIBITED:
         return f"GPU {index} is set to compute mode Prohibited"
-    rows = _ask(nvml, nvml.nvmlDeviceGetRemappedRows, gpu)
+    rows = _ask(nvml, "nvmlDeviceGetRemappedRows", gpu)
     if rows and rows[3]:
         return f"GPU {index} has memory that could not be remapped"
-    fabric = nvml.c_nvmlGpuFabricInfo_t() if hasattr(nvml, "c_nvmlGpuFabricInfo_t") else None
-    if fabric is not None:
-        _ask(nvml, lambda each: nvml.nvmlDeviceGetGpuFabricInfo(each, ctypes.byref(fabric)), gpu)
+    if hasattr(nvml, "c_nvmlGpuFabricInfo_t"):
+        fabric = nvml.c_nvmlGpuFabricInfo_t()
+        _ask(nvml, "nvmlDeviceGetGpuFabricInfo", gpu, ctypes.byref(fabric))
         if fabric.state not in (_FABRIC_ABSENT, _FABRIC_COMPLETED):
             return f"GPU {index} is not registered with the fabric manager"
     return None
 
 
 def _doubts(nvml: Any, gpu: Any) -> Iterator[str]:
-    errors = _ask(nvml, lambda each: nvml.nvmlDeviceGetTotalEccErrors(each, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, 0), gpu)
+    errors = _ask(nvml, "nvmlDeviceGetTotalEccErrors", gpu, _UNCORRECTED, _SINCE_LOADED)
     if errors:
         yield f"has {errors} uncorrected memory errors since the driver was loaded; fix: drain the node and reset the GPU"
-    rows = _ask(nvml, nvml.nvmlDeviceGetRemappedRows, gpu)
+    rows = _ask(nvml, "nvmlDeviceGetRemappedRows", gpu)
     if rows and rows[2]:
         yield "has memory that is to be remapped; fix: reset the GPU"
-    processes = _ask(nvml, nvml.nvmlDeviceGetComputeRunningProcesses, gpu) or []
+    processes = _ask(nvml, "nvmlDeviceGetComputeRunningProcesses", gpu) or []
     if processes:
         others = ", ".join(str(process.pid) for process in processes[:3])
         yield f"is in use by pid {others}; fix: end it, or ask for the GPU alone"
 
 
-def _ask(nvml: Any, question: Any, gpu: Any) -> Any:
+def _ask(nvml: Any, question: str, gpu: Any, *more: Any) -> Any:
     """An answer, or None where this GPU, driver or library has none."""
     with suppress(nvml.NVMLError, AttributeError):
-        return question(gpu)
+        return getattr(nvml, question)(gpu, *more)
     return None

@@ -101,13 +101,22 @@ class _Judge:
             if fault := register.fault or self._unreached(told) or self._unshared(told):
                 return fault
             self._clocks(told, sent)
-            received = {rank: answer["received"] for rank, answer in told.items() if answer["received"]}
-            for rank, rate in received.items():
-                self.claims[rank]["received"] = rate
-            for rank, slow in slow_ways(received, len(told), partial(self._measure, register, own, seconds), self._name):
-                out = f"leave it out (slurm.options.exclude={self.claims[rank]['host']})"
-                self.warnings.append(f"{slow}; fix: look at cable and switch port, or {out}")
-            return register.fault
+            return self._speeds(register, own, 0.0 if alone else seconds, told) or register.fault
+
+    def _speeds(self, register: Register, own: Probe, seconds: float, told: Claims) -> Fault | None:
+        if not seconds:
+            return None
+        received = {rank: answer["received"] or 0.0 for rank, answer in told.items()}
+        for rank, rate in received.items():
+            self.claims[rank]["received"] = rate
+        for slow in slow_ways(received, partial(self._measure, register, own, seconds), self._name):
+            host = self.claims[slow.node_rank]["host"]
+            if slow.dead:
+                fix = "look for another MTU on the way (ip link), or a firewall that drops large packets"
+                return Fault("A9", host, slow.words, fix, ExitCode.REFUSED, node_rank=slow.node_rank)
+            out = f"leave it out (slurm.options.exclude={host})"
+            self.warnings.append(f"{slow.words}; fix: look at cable and switch port, or {out}")
+        return None
 
     def _tasks(self, seconds: float) -> dict[int, Task]:
         """For each node: to try those behind it in the ring, as a cut of one table, and to stream to the next."""
@@ -126,7 +135,8 @@ class _Judge:
         if 0 in tasks:
             clock = time.time()
             told[0] = {**asdict(own.run(tasks[0], self.pause)), "clock": clock, "mark": True}
-        return told | {rank: answer["probed"] for rank, answer in register.answers(others, LIMIT_SECONDS).items()}
+        seconds = LIMIT_SECONDS + max(task.seconds for task in tasks.values())
+        return told | {rank: answer["probed"] for rank, answer in register.answers(others, seconds).items()}
 
     def _measure(self, register: Register, own: Probe, seconds: float, sender: int, receiver: int) -> float:
         nodes, target = len(self.claims), self.claims[receiver]
@@ -155,7 +165,7 @@ class _Judge:
             return Fault("A23", other["host"], cause + more, fix, ExitCode.REFUSED, node_rank=to)
         first, last = _PORTS.read_text().split() if _PORTS.exists() else ("32768", "60999")
         cause += f", while {self.node.address} answers" + more
-        fix = f"let TCP ports {first}-{last} through between all nodes, in both directions (net.ipv4.ip_local_port_range)"
+        fix = f"let TCP ports {first}-{last} through between all nodes, in and out (net.ipv4.ip_local_port_range)"
         return Fault("A9", self.claims[culprit]["host"], cause, fix, ExitCode.REFUSED, node_rank=culprit)
 
     def _pattern(self, culprit: int, into: Counter[int], out: Counter[int]) -> str:

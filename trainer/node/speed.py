@@ -3,43 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from statistics import median
+from dataclasses import dataclass
 
-_SLOW = 0.5  # of the median
+_SLOW = 0.5  # of what the best quarter of the ways reach: one bad node spoils two ways, which may be most of a small ring
 _AT_MOST = 4  # ways that are looked into, the slowest first
 
 Measure = Callable[[int, int], float]  # (sender, receiver) -> bytes/s, with nobody else streaming
 
 
-def slow_ways(
-    received: Mapping[int, float], nodes: int, measure: Measure, name: Callable[[int], str]
-) -> Iterator[tuple[int, str]]:
-    """For each way that stays slow: the node rank that is to be left out, and what is slow, in words.
+@dataclass(frozen=True)
+class Slow:
+    """A way that stays slow."""
+
+    node_rank: int  # of the node that is to be looked at, or left out
+    words: str
+    dead: bool  # nothing at all came through, though a connection could be made
+
+
+def slow_ways(received: Mapping[int, float], measure: Measure, name: Callable[[int], str]) -> Iterator[Slow]:
+    """Each way that stays slow.
 
     Args:
-        received: node rank -> bytes/s that came from the node before it in the ring, while all streamed.
-        nodes: in the ring.
+        received: for all nodes of the ring, node rank -> bytes/s that came from the node before it while all streamed.
         name: a node as a person would name it.
     """
-    if len(received) < 2:
-        return
-    usual = median(received.values())
+    nodes = len(received)
+    usual = sorted(received.values())[-max(1, nodes // 4)]
     limit = _SLOW * usual
-    suspects = sorted((rank for rank, rate in received.items() if rate < limit), key=lambda rank: received[rank])
+    suspects = sorted((rank for rank, rate in received.items() if rate < limit or not rate), key=lambda rank: received[rank])
     for receiver in suspects[:_AT_MOST]:
         sender = (receiver - 1) % nodes
         rate = measure(sender, receiver)
-        if rate >= limit:
+        if rate and rate >= limit:
             continue
-        speeds = f"{rate / 1e6:.0f} MB/s, the median is {usual / 1e6:.0f} MB/s"
+        speeds = f"{rate / 1e6:.1f} MB/s, others reach {usual / 1e6:.0f} MB/s" if rate else "nothing comes through"
         good = [rank for rank in received if rank not in (sender, receiver) and rank not in suspects]
         if not good:
-            yield receiver, f"the way from {name(sender)} to {name(receiver)} is slow: {speeds}"
+            yield Slow(receiver, f"the way from {name(sender)} to {name(receiver)} is slow: {speeds}", not rate)
             continue
         sends, takes = measure(sender, good[0]) >= limit, measure(good[0], receiver) >= limit
-        if sends and takes:
-            yield receiver, f"the way from {name(sender)} to {name(receiver)} is slow: {speeds}; to and from others they are not"
+        if sends == takes:
+            also = "to and from others it is not" if sends else f"so are those to and from {name(good[0])}"
+            yield Slow(receiver, f"the way from {name(sender)} to {name(receiver)} is slow: {speeds}; {also}", not rate)
         elif takes:
-            yield sender, f"{name(sender)} sends slowly, to {name(receiver)} {speeds}; to {name(good[0])} too"
+            yield Slow(sender, f"{name(sender)} sends slowly, to {name(receiver)} {speeds}; to {name(good[0])} too", not rate)
         else:
-            yield receiver, f"{name(receiver)} receives slowly, from {name(sender)} {speeds}; from {name(good[0])} too"
+            yield Slow(
+                receiver, f"{name(receiver)} receives slowly, from {name(sender)} {speeds}; from {name(good[0])} too", not rate
+            )
