@@ -110,15 +110,32 @@ class Nodes:
         self.cluster, self.run = cluster, place / "run"
         self.started: dict[int, subprocess.Popen[str]] = {}
 
-    def start(self, rank: int, *settings: str, prepare: str = "true", address: str = "node1", **environ: str) -> None:
-        """Start node `rank` on machine `rank` + 1 in a mount namespace of its own, after a shell command `prepare`."""
+    def start(
+        self,
+        rank: int,
+        *settings: str,
+        prepare: str = "true",
+        address: str = "node1",
+        patch: str = "",
+        machine: int = 0,
+        **environ: str,
+    ) -> None:
+        """Start node `rank` on machine `rank` + 1, or another, in a mount namespace of its own.
+
+        Args:
+            prepare: a shell command that comes first.
+            patch: Python statements that come before the kit's own, to have something happen at the right moment.
+        """
+        machine = machine or rank + 1
         place = {"PET_NNODES": "2", "PET_NODE_RANK": str(rank), "PET_MASTER_ADDR": address, "PET_MASTER_PORT": PORT, **environ}
         variables = [f"{name}={value}" for name, value in {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **place}.items()]
         shape = ["backend=slurm", "resources.nodes=2", "resources.ranks_per_node=1", "training.max_steps=3", overrides(self.run)]
-        node = [sys.executable, "-m", "trainer", "node", str(DIGITS), *shape, "training.log_every_steps=1", *settings]
+        argv = ["node", str(DIGITS), *shape, "training.log_every_steps=1", *settings]
+        script = f"import os, signal\nimport trainer.node.__main__ as node\n{patch}\nfrom trainer.cli import main\nraise SystemExit(main({argv}))"
+        node = [sys.executable, *(["-c", script] if patch else ["-m", "trainer", *argv])]
         inside = f"{prepare} && exec env {shlex.join(variables)} {shlex.join(node)}"
         argv = [
-            *self.cluster.enter(f"node{rank + 1}"),
+            *self.cluster.enter(f"node{machine}"),
             "setpriv",
             "--pdeathsig",
             "KILL",
@@ -128,7 +145,7 @@ class Nodes:
             "-c",
             inside,
         ]
-        self.started[rank] = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd="/")
+        self.started[machine - 1] = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd="/")
 
     def end(self, seconds: float = 60) -> list[tuple[int, str]]:
         """Exit code and output of each, by node rank."""
@@ -430,3 +447,96 @@ def test_a_node_that_comes_while_an_earlier_start_still_ends_waits_for_the_next(
     nodes.start(0)
     assert [code for code, _ in nodes.end(90)] == [0, 0]
     assert json.loads((nodes.run / "events.jsonl").read_text().splitlines()[-1])["exit_code"] == 0
+
+
+@netns
+def test_two_node_0s_are_both_named(nodes: Nodes) -> None:
+    nodes.start(0)
+    assert wait_until(lambda: (nodes.run / ".lock").exists(), 20)
+    nodes.start(0, machine=2)
+    ended = nodes.end()
+    assert [code for code, _ in ended] == [4, 4] and len({fault(output) for _, output in ended}) == 1, ended
+    assert "FAULT A11 host=node2 node_rank=0: node rank 0 is claimed by node1 (pid " in fault(ended[0][1])
+
+
+@netns
+def test_a_run_folder_that_node_0_cannot_write(nodes: Nodes) -> None:
+    nodes.run.mkdir()
+    nodes.start(0, prepare=f"mount -t tmpfs -o ro tmpfs {nodes.run}")
+    nodes.start(1)
+    ended = nodes.end()
+    assert [code for code, _ in ended] == [4, 4] and len({fault(output) for _, output in ended}) == 1, ended
+    cause = f"FAULT K4 host=node1 node_rank=0: the run folder {nodes.run} cannot be written: Read-only file system; fix: "
+    assert fault(ended[0][1]).startswith(cause), ended
+
+
+@netns
+def test_a_node_that_dies_between_the_verdict_and_the_store(nodes: Nodes) -> None:
+    nodes.start(0)
+    nodes.start(1, patch="node._Node._roll = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)")
+    code, output = nodes.end()[0]
+    assert code == 164 and "Traceback" not in output, output
+    assert fault(output).startswith(
+        "FAULT C3 host=node2 node_rank=1: node 1 (node2) ended between the roll call and the start"
+    ), output
+
+
+@netns
+def test_a_node_0_that_freezes_after_the_verdict(nodes: Nodes) -> None:
+    nodes.start(0, patch="node._Node._roll = lambda *arguments: os.kill(os.getpid(), signal.SIGSTOP)")
+    nodes.start(1)
+    output, code = nodes.started[1].communicate(timeout=60)[0], nodes.started.pop(1).returncode
+    assert code == 164 and "frame #" not in output, output
+    assert fault(output).startswith("FAULT C3 host=node2 node_rank=1: lost node 0 after the roll call"), output
+
+
+@netns
+def test_a_stop_between_the_verdict_and_the_ranks_stops_all(nodes: Nodes) -> None:
+    late = "roll = node._Node._roll\nnode._Node._roll = lambda *a: (roll(*a), os.kill(os.getpid(), signal.SIGTERM))[0]"
+    long = ["training.max_steps=100000", "training.epochs=4000"]
+    nodes.start(0, *long)
+    nodes.start(1, *long, patch=late)
+    ended = nodes.end()
+    assert [code for code, _ in ended] == [160, 160], ended
+
+
+@netns
+def test_large_packets_that_are_lost(nodes: Nodes, cluster: Cluster) -> None:
+    """Another MTU on the way: connections can be made, and nothing comes through."""
+    rule = ["iptables", "-w", "-A", "INPUT", "-i", "eth0", "-p", "tcp", "-m", "length", "--length", "1200:65535", "-j", "DROP"]
+    cluster.on("node2", *rule)
+    nodes.start(0)
+    nodes.start(1)
+    ended = nodes.end()
+    assert [code for code, _ in ended] == [4, 4] and len({fault(output) for _, output in ended}) == 1, ended
+    assert (
+        "FAULT A9 host=node2 node_rank=1: the way from node 0 (node1) to node 1 (node2) is slow: nothing comes through"
+        in ended[0][1]
+    )
+    assert "another MTU" in fault(ended[0][1])
+
+
+@netns
+def test_a_dual_stack_name_and_an_ipv6_address(nodes: Nodes, cluster: Cluster, place: Path) -> None:
+    addresses = {f"node{number}": f"fd00::{number}" for number in (1, 2)}
+    for name, address in addresses.items():
+        cluster.on(
+            name,
+            "sh",
+            "-c",
+            "mount -o remount,rw /proc/sys 2>/dev/null; for i in lo eth0; do echo 0 >/proc/sys/net/ipv6/conf/$i/disable_ipv6; done",
+        )
+        cluster.on(name, "ip", "addr", "add", f"{address}/64", "dev", "eth0", "nodad")
+    hosts = place / "hosts"
+    hosts.write_text("".join(f"{addresses[name]} {name}\n{cluster.address(name)} {name}\n" for name in addresses))
+    try:
+        for where in ("node1", "fd00::1"):
+            nodes.run = place / f"run-{where.partition(':')[0]}"
+            for rank in (0, 1):
+                nodes.start(rank, address=where, prepare=f"mount --bind {hosts} /etc/hosts")
+            ended = nodes.end()
+            assert [code for code, _ in ended] == [0, 0], (where, ended)
+            nodes.started.clear()
+    finally:
+        for name, address in addresses.items():
+            cluster.on(name, "ip", "addr", "del", f"{address}/64", "dev", "eth0")

@@ -116,7 +116,7 @@ def test_all_are_here_and_node_0s_attempt_counts(call: Any) -> None:
 def test_a_single_node_waits_for_nobody(call: Any) -> None:
     nodes = call(1)
     nodes.start(0)
-    assert nodes.end()["n0"] == Place(0, "", "127.0.0.1")
+    assert nodes.end()["n0"] == Place(0, "", "127.0.0.1", ("n0",))
 
 
 @pytest.mark.parametrize("culprit", [0, 1, 2, 3])
@@ -260,15 +260,27 @@ def test_node_0_that_has_ended_tells_why_by_the_run_folder(call: Any, tmp_path: 
     free = nodes.listener.dup()
     nodes.listener.shutdown(socket.SHUT_RDWR)
     fault = "FAULT A3 host=n0 node_rank=0: port 29500 is in use; fix: stop it"
-    folder.event("node_end", attempt=2, node_rank=1, exit_code=4, fault="FAULT B1 of another node")
-    folder.event("node_end", attempt=2, node_rank=0, exit_code=161, fault="FAULT A12 after which a scheduler tries again")
-    assert folder.last_word(2, time.time()) is None
-    folder.event("node_end", attempt=2, node_rank=0, exit_code=4, fault=fault)
-    nodes.start(1, seconds=30, last_word=lambda: folder.last_word(2, time.time()))
+    folder.event("node_end", start="", node_rank=1, exit_code=4, fault="FAULT B1 of another node")
+    folder.event("node_end", start="", node_rank=0, exit_code=161, fault="FAULT A12 after which a scheduler tries again")
+    with (tmp_path / "events.jsonl").open("a") as events:
+        events.write("5\n[1]\nnull\n{cut off\n")
+    assert folder.last_word("", time.time()) is None
+    folder.event("node_end", start="", node_rank=0, exit_code=4, fault=fault)
+    nodes.start(1, seconds=30, last_word=lambda: folder.last_word("", time.time() - 1))
     end = nodes.end()["n1"]
     free.close()
-    assert isinstance(end, KitError) and end.exit_code == ExitCode.REFUSED and str(end).startswith("FAULT A3 host=n0 ")
-    assert folder.last_word(3, time.time()) is None and folder.last_word(2, time.time() + 60) is None, "an earlier start's end"
+    assert isinstance(end, KitError) and end.exit_code == ExitCode.REFUSED and str(end) == fault
+
+
+def test_an_earlier_starts_end_is_none_of_this_ones(tmp_path: Path) -> None:
+    """Somebody has mended the fault and starts again, this node before node 0."""
+    folder = RunFolder(tmp_path)
+    fault = "FAULT B4 host=n1 node_rank=1: training.seed: ...; fix: ..."
+    folder.event("node_end", start="", node_rank=0, exit_code=4, fault=fault)
+    assert folder.last_word("", time.time() + 5) is None and folder.last_word("", time.time()) is not None
+    folder.event("node_end", start="4711.0", node_rank=0, exit_code=4, fault=fault)
+    assert folder.last_word("4711.1", time.time()) is None, "requeued"
+    assert str(folder.last_word("4711.0", time.time() + 500)) == fault, "however long this node took to come up"
 
 
 def test_a_run_folder_that_is_not_shared(call: Any, tmp_path: Path) -> None:
@@ -436,6 +448,23 @@ def test_the_report_can_be_written(call: Any) -> None:
     assert not isinstance(nodes.ended["n1"], FaultError)
 
 
+CLAIM = {
+    **{"node_rank": 2, "nnodes": 3, "pid": 1, "port": 1024, "facts": {}, "traits": {}, "warnings": []},
+    **{"host": "h", "job": "", "address": "10.0.0.1", "route": "", "trouble": None},
+}
+WRONG: list[dict[str, Any]] = [
+    {"node_rank": 7},
+    {"node_rank": -1},
+    {"node_rank": True},
+    {"port": 70000},
+    {"address": "nonsense"},
+    {"trouble": "x"},
+    {"facts": {"torch": [1]}},
+    {"warnings": [5]},
+    {"host": None},
+]
+
+
 @pytest.mark.parametrize(
     "said",
     [
@@ -453,6 +482,10 @@ def test_the_report_can_be_written(call: Any) -> None:
         ).encode()
         + b"\n",
         b"",
+        b"[" * 200_000 + b"\n",
+        *(json.dumps({**CLAIM, **wrong}).encode() + b"\n" for wrong in WRONG),
+        json.dumps({**CLAIM, "node_rank": 1}).encode() + b'\n{"x": 1}\n',
+        json.dumps({**CLAIM, "node_rank": 1}).encode() + b'\n{"probed": 5}\n',
     ],
 )
 def test_strangers_do_not_disturb(said: bytes, call: Any) -> None:

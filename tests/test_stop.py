@@ -1,10 +1,14 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
+from tests.conftest import DIGITS
 from tests.forked import on_ranks
+from tests.jobs import TRAINER, finish, overrides, start
+from trainer.errors import ExitCode
 from trainer.train.distributed import World
 from trainer.train.stop import SIGNALS, StopSignal
 
@@ -36,3 +40,11 @@ def test_all_ranks_stop_at_the_same_step_whichever_got_the_signal(culprit: int) 
     steps = {step for step, _ in found}
     assert len(steps) == 1 and 37 <= steps.pop() <= 37 + 64
     assert [name for _, name in found] == ["SIGUSR1" if rank == culprit else None for rank in range(3)]
+
+
+def test_a_stop_while_the_libraries_are_loaded_is_a_stop(folder: Path) -> None:
+    process = start(*TRAINER, "node", str(DIGITS), overrides(folder / "run"))
+    time.sleep(1.5)
+    process.send_signal(signal.SIGUSR1)
+    code, output = finish(process)
+    assert code == ExitCode.STOPPED and "SIGUSR1: stopped before the ranks were started" in output, output

@@ -63,3 +63,11 @@ def test_a_roll_call_that_ends_badly_has_its_exit_code(folder: Path) -> None:
         *TRAINER, "rollcall", str(DIGITS), "resources.nodes=2", "container.cuda_version='1.0'", overrides(folder / "run")
     )
     assert code == 4 and output.count("FAULT B3 ") >= 1 and "Traceback" not in output, output
+
+
+@pytest.mark.ranks
+def test_the_second_roll_call_in_a_folder_has_its_own_exit_code(folder: Path) -> None:
+    argv = [*TRAINER, "rollcall", str(DIGITS), "resources.nodes=2", overrides(folder / "run")]
+    assert command(*argv)[0] == 0
+    assert command(*argv, "container.cuda_version='1.0'")[0] == 4
+    assert command(*argv)[0] == 0

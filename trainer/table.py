@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +20,11 @@ def table(report: Mapping[str, Any], colour: bool = False) -> str:
     nodes = report["nodes"]
     rows = [_HEAD, *(_row(node) for node in nodes)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD) - 1)]
-    verdicts = ["verdict", *(_verdict(node, nodes, colour) for node in nodes)]
+    culprit = _culprit(report["fault"])
+    verdicts = ["verdict"]
+    for node in nodes:
+        differs = _verdict(node, nodes, colour)
+        verdicts.append(": ".join(filter(None, ("FAULT", differs))) if str(node["node_rank"]) == culprit else differs or "ok")
     lines = []
     for row, verdict in zip(rows, verdicts, strict=True):
         lines.append("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=False)) + f"  {verdict}")
@@ -42,4 +47,10 @@ def _verdict(node: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]], colour
             usual = Counter(other[kind].get(item) for other in nodes).most_common(1)[0][0]
             if value != usual:
                 found.append(f"{paint}{item} {value}{_PLAIN}" if colour else f"{item} {value}")
-    return ", ".join(found) or "ok"
+    return ", ".join(found)
+
+
+def _culprit(fault: str | None) -> str:
+    """The node rank that a fault names; a fault of a rank is none of the roll call's."""
+    found = re.match(r"FAULT \S+ host=\S+ node_rank=(\d+): ", fault or "")
+    return found[1] if found else ""

@@ -7,14 +7,14 @@ import os
 import socket
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.config import TRAIN, Config
-from trainer.errors import ERROR_FILE, ExitCode, Fault, FaultError, KitError
+from trainer.errors import ExitCode, Fault, FaultError, KitError
 from trainer.node import gpus, health, judge, network, parity, prepare, ranks, rendezvous, rollcall, signals
 from trainer.node.guard import Guard
 from trainer.node.identity import Identity, identify
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 TERMINAL = "TRAINER_TERMINAL_FD"  # tells rank 0 where to draw its progress bar
 HEALTH_FILE = "TRAINER_HEALTH_FILE"  # touched while this node lives, for the health check of a container
+_SECOND_SECONDS = 15.0  # how long a second node 0 tries to reach the first, which may still be loading its libraries
 EXIT_CODES = "TRAINER_EXIT_CODES"  # folder where a batch script looks, as srun tells only by which signal it ended the tasks
 
 
@@ -64,36 +65,55 @@ class _Node:
         self.config, self.node = config, node
         self.born, self.folder = time.time(), RunFolder(Path(config.folder))
         self.attempt = self.folder.attempts()
-        self.config_file = self.folder.folder / "config.yaml"
+        self.job = os.environ.get("SLURM_JOB_ID", "")
+        self.start = f"{self.job}.{os.environ.get('SLURM_RESTART_COUNT', '0')}" if self.job else ""
+        self.unwritable: str | None = None  # why the run folder cannot be written
+        self.intruder = False  # another node 0 has the run folder: nothing is written there
 
     def run(self) -> int:
         node = self.node
         self.guard = Guard()  # first: before any thread exists
-        if node.node_rank > 0:
-            return self._run()
-        try:
-            with self.folder.held(node.host):
+        with ExitStack() as stack:
+            if node.node_rank > 0:
+                self.unwritable = self.folder.problem()
                 return self._run()
-        except BlockingIOError as error:
-            cause = f"the run folder {self.folder.folder} is in use by {error}"
-            raise node.fault("G7", cause, "wait for its end, cancel it, or use another run_dir") from None
+            try:
+                stack.enter_context(self.folder.held(node.host))
+            except BlockingIOError as error:
+                self.intruder = True
+                raise self._second(str(error)) from None
+            except OSError as error:
+                self.unwritable = error.strerror or str(error)
+            return self._run()
+
+    def _second(self, holder: str) -> FaultError:
+        """Another node 0 has the run folder: of this start, which then learns of both, or of another."""
+        node = self.node
+        try:
+            rollcall.join(node, rollcall.Terms(job=self.job), time.monotonic() + _SECOND_SECONDS)
+        except FaultError as error:
+            if error.fault.code == "A11":
+                return error
+        cause = f"the run folder {self.folder.folder} is in use by {holder}"
+        return node.fault("G7", cause, "wait for its end, cancel it, or use another run_dir")
 
     def end(self, code: int, fault: str | None) -> None:
         """Record how this node ended."""
-        facts = {"node_rank": self.node.node_rank, "host": self.node.host}
-        self.folder.event("node_end", attempt=self.attempt, **facts, exit_code=int(code), fault=fault)
+        facts = {"node_rank": self.node.node_rank, "host": self.node.host, "start": self.start}
+        if not self.intruder:
+            self.folder.event("node_end", attempt=self.attempt, **facts, exit_code=int(code), fault=fault)
 
     def _run(self) -> int:
         node = self.node
         listener = rendezvous.listen(node) if node.node_rank == 0 else None
         if listener:
             node = self.node = replace(node, master_port=listener.getsockname()[1])
-        interface = self.config.rollcall.interface
+        waker, interface = signals.Signals(os.environ.get(HEALTH_FILE)), self.config.rollcall.interface
         prepare.environment(os.environ, node.nproc_per_node, node.master_addr == "127.0.0.1", interface)
         prepare.warm_up(TRAIN if self._targets else None, self._targets)
-        waker = signals.Signals(os.environ.get(HEALTH_FILE))
-        if listener:
-            self._keep_config()
+        if listener and not self.unwritable:
+            check_resume(self.config, self.folder.folder)
+            self.folder.keep_config(dump_config(self.config))
         try:
             place = self._join(listener, waker)
         except signals.StopRequest as stop:
@@ -123,9 +143,17 @@ class _Node:
         found = gpus.look(os.environ) if config.resources.gpus_per_node else None
         wanted, cuda = config.resources.gpus_per_node, config.container.cuda_version
         trouble = prepare.own_trouble(node, os.environ, config.rollcall.interface, wanted, found, cuda)
-        if trouble and node.nnodes == 1:
-            raise trouble
+        if node.nnodes == 1:
+            waker.pause(0)  # a stop that came while the libraries were loaded
+        elif waker.waiting:
+            cause = f"{waker.waiting.pop(0).name} before the ranks were started"
+            trouble = node.fault("D8", cause, "start again to go on", ExitCode.STOPPED)
+        if self.unwritable:
+            cause = f"the run folder {self.folder.folder} cannot be written: {self.unwritable}"
+            trouble = node.fault("K4", cause, "correct run_dir, or give the node the right to write there")
         if trouble:
+            if node.nnodes == 1:
+                raise trouble
             say(f"[{node.host}] {trouble.fault.cause}: telling the other nodes")
         terms = self._terms(trouble.fault if trouble else None, found)
         try:
@@ -133,7 +161,7 @@ class _Node:
                 keep = partial(self.folder.report, node.nnodes, config.rollcall.only)
                 return judge.preside(node, terms, listener, deadline, say, waker.pause, config.rollcall.probe, keep)
             is_store, last_word = importlib.import_module("trainer.node.store").answers, self.folder.last_word
-            return rollcall.join(node, terms, deadline, waker.pause, is_store, partial(last_word, self.attempt, self.born))
+            return rollcall.join(node, terms, deadline, waker.pause, is_store, partial(last_word, self.start, self.born))
         except FaultError as error:
             if trouble and error.exit_code.retryable:  # the others could not be told
                 raise trouble from None
@@ -154,7 +182,7 @@ class _Node:
             warnings,
             config.rollcall.parity == "warn",
             trouble,
-            os.environ.get("SLURM_JOB_ID", ""),
+            self.job,
             self.folder,
             network.named_address(os.environ),
         )
@@ -166,20 +194,15 @@ class _Node:
         if listener:
             store.serve(listener, self.guard.forget)
         try:
+            if listener is None and not store.answers(place.master, node.master_port):
+                raise ConnectionError
             roll: Roll = store.Roll(node, store.connect(place.master, node.master_port), place.attempt, place.address)
+            if fault := roll.all_arrived(place.hosts):
+                raise FaultError(fault)
         except ConnectionError:
             cause = f"lost node 0 after the roll call: its store at {node.address} does not answer"
             raise node.fault("C3", cause, "look at node 0's log", ExitCode.NODE_LOST) from None
         return roll
-
-    def _keep_config(self) -> None:
-        check_resume(self.config, self.folder.folder)
-        text = dump_config(self.config)
-        self.folder.folder.mkdir(parents=True, exist_ok=True)
-        if not self.config_file.exists() or self.config_file.read_text(encoding="utf-8") != text:
-            temporary = self.config_file.with_suffix(".tmp")
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(self.config_file)
 
     def _train(self, watch: Watch) -> int:
         node, attempt = self.node, watch.roll.attempt
@@ -191,15 +214,20 @@ class _Node:
             say(f"[{node.host}] starting ranks as fresh processes, which is slower than forking them: {reason}")
         keep = [os.dup(2)] if _on_terminal(node) else []
         try:
-            for local_rank in range(node.nproc_per_node):
-                rank = self._rank(local_rank, attempt, keep)
+            fault = watch.stopped_before_start()
+            logs, entrypoint = self.folder.logs(attempt), self.config.entrypoint
+            arguments = [str(self.folder.config_file)] if entrypoint == TRAIN else self.config.entrypoint_args
+            for local_rank in range(0 if fault else node.nproc_per_node):
+                rank = ranks.plan(node, local_rank, attempt, self.config.name, logs, entrypoint, arguments)
+                if keep and rank.rank == 0:
+                    rank.environ[TERMINAL] = str(keep[0])
                 watch.add(rank, ranks.spawn(rank, tuple(keep)) if reason else ranks.fork(rank, self.guard.forget))
-            code, fault = watch.run()
+            code, fault = (fault.exit_code, fault) if fault else watch.run()
         finally:
             watch.kill()
         self.end(code, fault.line() if fault else None)
         if fault:
-            self._linger(watch)
+            watch.roll.linger()
         for text in watch.last_words:
             say(text)
         if fault:
@@ -207,41 +235,12 @@ class _Node:
         self.guard.close()
         return code
 
-    def _linger(self, watch: Watch) -> None:
-        """After a fault: node 0 keeps the store a little longer, so that all can read the verdict."""
-        roll = watch.roll
-        with suppress(ConnectionError):
-            roll.say_goodbye(self.node.node_rank * self.node.nproc_per_node)
-            until = time.monotonic() + 5
-            while self.node.node_rank == 0 and not roll.all_said_goodbye() and time.monotonic() < until:
-                time.sleep(0.1)
-
-    def _rank(self, local_rank: int, attempt: int, keep: list[int]) -> ranks.Rank:
-        node, config = self.node, self.config
-        rank = node.node_rank * node.nproc_per_node + local_rank
-        name = self.folder.logs(attempt) / f"rank-{rank:04d}.{node.host}"
-        environ = ranks.variables(node, local_rank, attempt, config.name) | {ERROR_FILE: f"{name}.error.json"}
-        if keep and rank == 0:
-            environ[TERMINAL] = str(keep[0])
-        if config.entrypoint == TRAIN:
-            arguments = [str(self.config_file)]
-        else:
-            values = {"{rank}": str(rank), "{local_rank}": str(local_rank), "{world_size}": str(node.world_size)}
-            arguments = [_fill(argument, values) for argument in config.entrypoint_args]
-        return ranks.Rank(rank, local_rank, config.entrypoint, arguments, environ, f"{name}.log", f"{name}.error.json")
-
 
 def _leave(code: int | None) -> None:
     """Leave this node's exit code for the batch script, in a file of its own; None: a sign that the node came up."""
     if folder := os.environ.get(EXIT_CODES):
         with suppress(OSError):
             (Path(folder) / f"{socket.gethostname()}-{os.getpid()}").write_text("" if code is None else f"{int(code)}\n")
-
-
-def _fill(argument: str, values: dict[str, str]) -> str:
-    for name, value in values.items():
-        argument = argument.replace(name, value)
-    return argument
 
 
 def _on_terminal(node: Identity) -> bool:

@@ -60,8 +60,8 @@ def look(environ: Mapping[str, str], library: str = "pynvml") -> Gpus | None:
 
 
 def _visible(environ: Mapping[str, str], count: int) -> list[int]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves, as CUDA reads it: up to the first entry that names none, and none if one comes twice.
-    Names that are no numbers (UUIDs) are counted only."""
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves, as CUDA reads it: up to the first entry that names none, and none at all if one
+    comes twice. UUIDs are counted only."""
     given = environ.get("CUDA_VISIBLE_DEVICES")
     if given is None:
         return list(range(count))

@@ -68,7 +68,8 @@ def preside(
     if fault:
         raise FaultError(fault)
     own = listener.getsockname()[0]
-    return Place(terms.attempt, claims[0]["address"], own if own != "0.0.0.0" else claims[0]["address"])  # noqa: S104
+    master = own if own not in ("0.0.0.0", "::") else claims[0]["route"]  # noqa: S104
+    return Place(terms.attempt, claims[0]["address"], master, tuple(claim["host"] for claim in claims.values()))
 
 
 class _Judge:

@@ -90,7 +90,7 @@ class Line:
 def _parsed(text: bytes | bytearray) -> Message:
     try:
         message = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         message = None
     if not isinstance(message, dict):
         raise ConnectionError(f"it said {text[:40].decode('utf-8', 'replace').strip()!r}")

@@ -7,6 +7,7 @@ import json
 import os
 import select
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,7 +21,8 @@ from trainer.table import table
 _BLOCK = select.PIPE_BUF
 _PATIENCE_SECONDS = 2.0
 _LOOKS = 20
-_RECENT, _RECENT_SECONDS = 50, 30.0
+_RECENT = 50
+_EARLIER_SECONDS = 2.0  # nodes that are started together
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,19 @@ class RunFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
+    @property
+    def config_file(self) -> Path:
+        """The resolved config, which all ranks read."""
+        return self.folder / "config.yaml"
+
+    def keep_config(self, text: str) -> None:
+        """Write the resolved config, if it is not the one that is there."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not self.config_file.exists() or self.config_file.read_text(encoding="utf-8") != text:
+            temporary = self.config_file.with_suffix(".tmp")
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(self.config_file)
+
     def attempts(self) -> int:
         """The number of the next attempt."""
         numbers = [int(path.name.rpartition("-")[2]) for path in (self.folder / "logs").glob("attempt-*[0-9]")]
@@ -64,19 +79,34 @@ class RunFolder:
         except OSError as error:  # a full disk or a folder that is gone must not hide what happened
             say(f"{self.folder}/events.jsonl: {error.strerror or error}; not written: {kind}")
 
-    def last_word(self, attempt: int, born: float) -> KitError | None:
-        """Why node 0 will not come, if it has ended for good in this attempt: the others cannot ask it any more.
+    def problem(self) -> str | None:
+        """Why nothing can be written here; a folder that is not there yet is node 0's to make."""
+        if not self.folder.is_dir():
+            return None
+        try:
+            with tempfile.TemporaryFile(dir=self.folder):
+                return None
+        except OSError as error:
+            return error.strerror or str(error)
+
+    def last_word(self, start: str, born: float) -> KitError | None:
+        """Why node 0 will not come, if it has ended for good: the others cannot ask it any more.
 
         Args:
-            born: when the asking node started, in s since the epoch; node 0 may have ended a little before.
+            start: the scheduler's number of this start, or empty: then only an end that is no older than the asking node counts.
+            born: when the asking node started, in s since the epoch.
         """
-        with suppress(OSError, ValueError, KeyError):
-            for line in (self.folder / "events.jsonl").read_text(encoding="utf-8").splitlines()[-_RECENT:]:
+        try:
+            lines = (self.folder / "events.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()[-_RECENT:]
+        except OSError:
+            return None
+        for line in lines:
+            with suppress(ValueError, KeyError, TypeError):  # a line that somebody else wrote
                 event = json.loads(line)
-                if event["event"] != "node_end" or event["node_rank"] or event["attempt"] != attempt or not event["fault"]:
+                if event["event"] != "node_end" or event["node_rank"] or event["start"] != start or not event["fault"]:
                     continue
                 code = ExitCode(event["exit_code"])
-                if not code.retryable and event["time"] > born - _RECENT_SECONDS:
+                if not code.retryable and (start or event["time"] > born - _EARLIER_SECONDS):
                     return error_from(event["fault"], code)
         return None
 
@@ -114,6 +144,7 @@ class RunFolder:
 
         Raises:
             BlockingIOError: another process holds it; the text names it.
+            OSError: it cannot be written.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.folder / ".lock", "a+", encoding="utf-8") as lock:

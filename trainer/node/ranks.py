@@ -11,12 +11,12 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from trainer.errors import ExitCode, write_error_file
+from trainer.errors import ERROR_FILE, ExitCode, write_error_file
 from trainer.node.identity import Identity
 from trainer.process import die_with_parent
 
@@ -34,7 +34,30 @@ class Rank:
     error_file: str  # path: a rank that fails leaves its reason there
 
 
-def variables(node: Identity, local_rank: int, attempt: int, name: str) -> dict[str, str]:
+def plan(node: Identity, local_rank: int, attempt: int, name: str, logs: Path, entrypoint: str, arguments: Sequence[str]) -> Rank:
+    """How to start a rank.
+
+    Args:
+        name: of the run.
+        logs: the attempt's folder of them.
+        entrypoint: a module, or a path ending in .py.
+        arguments: its own, in which {rank}, {local_rank} and {world_size} are filled in.
+    """
+    rank = node.node_rank * node.nproc_per_node + local_rank
+    files = logs / f"rank-{rank:04d}.{node.host}"
+    values = {"{rank}": str(rank), "{local_rank}": str(local_rank), "{world_size}": str(node.world_size)}
+    filled = [_fill(argument, values) for argument in arguments] if entrypoint.endswith(".py") else list(arguments)
+    environ = _variables(node, local_rank, attempt, name) | {ERROR_FILE: f"{files}.error.json"}
+    return Rank(rank, local_rank, entrypoint, filled, environ, f"{files}.log", f"{files}.error.json")
+
+
+def _fill(argument: str, values: dict[str, str]) -> str:
+    for name, value in values.items():
+        argument = argument.replace(name, value)
+    return argument
+
+
+def _variables(node: Identity, local_rank: int, attempt: int, name: str) -> dict[str, str]:
     """torch's own variables for one rank, as torchrun sets them.
 
     Args:

@@ -15,18 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.errors import ExitCode, Fault
+from trainer.node.claim import is_answer, is_claim
 from trainer.node.identity import Identity
 from trainer.node.line import Line, Message
 from trainer.node.rollcall import LEAVE_SECONDS, Pause, Terms
 
 _TICK_SECONDS = 0.1
 _SAY_SECONDS = 15.0
-_CLAIM = {
-    **dict.fromkeys(("node_rank", "nnodes", "pid", "port"), int),
-    **dict.fromkeys(("host", "job", "address", "route"), str),
-    **dict.fromkeys(("facts", "traits"), dict),
-    "warnings": list,
-}
 
 
 @dataclass(eq=False)
@@ -56,6 +51,7 @@ class Register:
         """
         self.node, self.terms, self.say, self.pause = node, terms, say, pause
         self.fault: Fault | None = terms.trouble
+        self._deadline = 0.0
         self._callers: dict[int, _Caller] = {}  # by node rank, in the order they came
         self._strangers: set[_Caller] = set()  # not heard yet, or turned down
         self._listener = listener
@@ -93,7 +89,7 @@ class Register:
 
     def gather(self, deadline: float) -> None:
         """Wait for all nodes, at most until a deadline (time.monotonic()); once there is a fault, a few seconds more."""
-        started = said = time.monotonic()
+        started, said, self._deadline = time.monotonic(), time.monotonic(), deadline
         while len(self._callers) + 1 < self.node.nnodes and time.monotonic() < deadline:
             if self.fault:
                 deadline = min(deadline, time.monotonic() + LEAVE_SECONDS)
@@ -169,8 +165,10 @@ class Register:
             while (message := caller.line.receive()) is not None:
                 if caller.claim is None:
                     self._admit(caller, message)
-                else:
+                elif message.get("read") is True or is_answer(message.get("probed")):
                     caller.said.append(message)
+                else:
+                    raise ConnectionError("no answer")
             self._watch(caller)
         except ConnectionError:
             self._lose(caller)
@@ -189,9 +187,7 @@ class Register:
             self._selector.modify(caller.line.connection, events, caller)
 
     def _admit(self, caller: _Caller, claim: Message) -> None:
-        if any(type(claim.get(key)) is not kind for key, kind in _CLAIM.items()) or claim["node_rank"] not in range(
-            claim["nnodes"]
-        ):
+        if not is_claim(claim):
             raise ConnectionError("no claim")
         if claim["job"] and self.terms.job and claim["job"] != self.terms.job:
             caller.line.send({"other": f"job {self.terms.job}"})
@@ -212,7 +208,7 @@ class Register:
             self._turn_down(caller, Fault("A11", host, cause, fix, ExitCode.REFUSED, node_rank=rank))
         else:
             self._callers[rank] = caller
-        caller.line.send({"here": True})
+        caller.line.send({"here": max(0.0, self._deadline - time.monotonic())})  # how long node 0 waits for others
 
     def _turn_down(self, caller: _Caller, fault: Fault) -> None:
         self.fault = self.fault or fault

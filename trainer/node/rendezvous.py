@@ -22,9 +22,10 @@ def listen(node: Identity) -> socket.socket:
     """
     if given := os.environ.pop(LISTENER, None):
         return socket.socket(fileno=int(given))
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    ipv6 = ":" in node.master_addr
+    listener = socket.socket(socket.AF_INET6 if ipv6 else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    host = node.master_addr if node.nnodes == 1 else "0.0.0.0"  # noqa: S104 (peers come over any interface)
+    host = node.master_addr if node.nnodes == 1 else "::" if ipv6 else "0.0.0.0"  # noqa: S104 (peers come over any interface)
     try:
         listener.bind((host, node.master_port))
     except OSError as error:
@@ -48,18 +49,21 @@ def reach(node: Identity) -> socket.socket:
     """
     where = f"{node.master_addr}:{node.master_port}"
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(node.master_addr, node.master_port, type=socket.SOCK_STREAM)[0]
+        found = socket.getaddrinfo(node.master_addr, node.master_port, type=socket.SOCK_STREAM)
     except socket.gaierror:
         cause = f"the master address {node.master_addr!r} (port {node.master_port}) does not resolve on {node.host}"
         raise node.fault("A2", cause, "use node 0's IP address, or add the name to DNS or /etc/hosts", ExitCode.JOIN) from None
-    connection = socket.socket(family, kind, protocol)
-    try:
-        connection.settimeout(_CONNECT_SECONDS)
-        connection.connect(address)
-        return connection
-    except OSError as error:
-        connection.close()
-        raise _unreachable(node, where, error) from None
+    met: OSError = TimeoutError()
+    for family, kind, protocol, _, address in sorted(found, key=lambda each: each[0] != socket.AF_INET):  # node 0 listens there
+        connection = socket.socket(family, kind, protocol)
+        try:
+            connection.settimeout(_CONNECT_SECONDS)
+            connection.connect(address)
+            return connection
+        except OSError as error:
+            connection.close()
+            met = error
+    raise _unreachable(node, where, met)
 
 
 def _unreachable(node: Identity, where: str, error: OSError) -> FaultError:

@@ -23,7 +23,7 @@ from trainer.node.rendezvous import reach
 
 RETRY_SECONDS = 0.5
 LEAVE_SECONDS = 5.0  # all who came hear the verdict before the first one leaves: a scheduler then ends the others
-_LATE_SECONDS = 10.0  # node 0 decides by its own clock; the others give it so much more
+_LATE_SECONDS = 60.0  # after the last could come: for the probe, and ways that are measured again
 _TICK_SECONDS = 0.1
 _ASK_SECONDS = 2.0
 
@@ -52,6 +52,7 @@ class Place:
     attempt: int
     address: str  # of this node, as the others reach it
     master: str  # node 0's address, in numbers
+    hosts: tuple[str, ...] = ()  # on node 0: the nodes' names by node rank, as they told them
 
 
 def join(
@@ -78,12 +79,14 @@ def join(
             node that came.
     """
     pause = partial(_pause, pause, _Seldom(last_word))
+    lost: FaultError | None = None  # node 0 was there, so that is the cause and not what is met at its port now
     while True:
         found = _try(node, terms, deadline, pause, is_store)
         if isinstance(found, Place):
             return found
+        lost = found if found.exit_code is ExitCode.NODE_LOST else lost
         if time.monotonic() + RETRY_SECONDS > deadline:
-            raise found
+            raise lost or found
         pause(RETRY_SECONDS)
 
 
@@ -167,13 +170,14 @@ class _Attendance:
             if "other" in message:
                 raise ConnectionError(f"it is that of {message['other']}")
             if "here" not in message:
-                return self._verdict(message)
+                raise ConnectionError("it does not know us")
+            deadline = max(self.deadline, time.monotonic() + float(message["here"])) + _LATE_SECONDS
         except ConnectionError as error:
             raise _NoAnswerError(str(error)) from None
         except TimeoutError:
             raise _NoAnswerError("it says nothing") from None
         try:
-            while "probe" in (message := self._next(self.deadline + _LATE_SECONDS)):
+            while "probe" in (message := self._next(deadline)):
                 self.line.send({"probed": self._probed(message["probe"])})
             return self._verdict(message)
         except ConnectionError:
@@ -202,6 +206,8 @@ class _Attendance:
         return {**asdict(result), "clock": clock, "mark": not folder or not asked["mark"] or folder.has(asked["mark"])}
 
     def _verdict(self, message: Message) -> Place:
+        if not message.keys() & {"fault", "go"}:
+            raise ConnectionError("no verdict")
         with suppress(ConnectionError, TimeoutError):
             self.line.send({"read": True})
             self._next(time.monotonic() + LEAVE_SECONDS)  # until node 0 closes

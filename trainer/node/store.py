@@ -10,7 +10,7 @@ import stat
 import struct
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,7 +20,7 @@ from typing import TypeVar
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
-from trainer.errors import Fault
+from trainer.errors import ExitCode, Fault
 from trainer.names import only_from_files, without_dns
 from trainer.node.identity import Identity
 from trainer.node.signals import STOP_SIGNALS
@@ -51,6 +51,41 @@ class Roll:
         if not self.ask(lambda: self.store.check(["fault"])):
             return None
         return self._fault(self.ask(lambda: self.store.get("fault")))
+
+    def all_arrived(self, hosts: Sequence[str]) -> Fault | None:
+        """On node 0: wait until all nodes have reached the store after the verdict; the fault of one that has not, told to all.
+
+        Args:
+            hosts: the nodes' names by node rank, as they told them.
+        """
+        self.ask(lambda: self.store.set(f"arrived/{self.node.node_rank}", "1"))
+        if self.node.node_rank:
+            return None
+        keys, until = [f"arrived/{rank}" for rank in range(self.node.nnodes)], time.monotonic() + REQUEST_SECONDS
+        while not self.ask(lambda: self.store.check(keys)):
+            if time.monotonic() > until:
+                absent = [rank for rank, key in enumerate(keys) if not self.ask(lambda key=key: self.store.check([key]))]  # type: ignore[misc]
+                cause = f"node {absent[0]} ({hosts[absent[0]]}) ended between the roll call and the start of the ranks"
+                fault = Fault("C3", hosts[absent[0]], cause, "look at its log", ExitCode.NODE_LOST, node_rank=absent[0])
+                fault = self.report(fault)
+                self.linger(absent=len(absent))
+                return fault
+            time.sleep(0.05)
+        return None
+
+    def linger(self, absent: int = 0) -> None:
+        """After a fault: say goodbye; node 0 keeps the store a little longer, so that all can read it.
+
+        Args:
+            absent: how many nodes are known to be gone.
+        """
+        with suppress(ConnectionError):
+            self.say_goodbye(self.node.node_rank * self.node.nproc_per_node)
+            until, expected = time.monotonic() + REQUEST_SECONDS / 2, self.node.nnodes - absent
+            while self.node.node_rank == 0 and time.monotonic() < until:
+                if int(self.ask(lambda: self.store.add("goodbye", 0))) >= expected:
+                    return
+                time.sleep(0.1)
 
     def say_goodbye(self, first_rank: int) -> None:
         """This node has no more to do with the others: all its ranks have ended."""
@@ -111,7 +146,7 @@ def serve(listener: socket.socket, in_child: Callable[[], None]) -> int:
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # its end is the node process's end, or its word
         only_from_files()  # it serves all with one thread
-        host, port = listener.getsockname()
+        host, port = listener.getsockname()[:2]
         store = TCPStore(host, port, is_master=True, master_listen_fd=listener.detach(), wait_for_workers=False)
         while store:
             signal.pause()

@@ -51,6 +51,13 @@ class Watch:
             Path(rank.log).touch()
             self._tail = Tail(Path(rank.log), 1, self.clear_line)
 
+    def stopped_before_start(self) -> Fault | None:
+        """The end of all nodes, if a stop signal came after the roll call: ranks without a handler yet would just die of it."""
+        if not self.signals.waiting:
+            return None
+        cause = f"{self.signals.waiting[0].name} before the ranks were started"
+        return self._own_fault("D8", None, cause, "start again to go on", ExitCode.STOPPED)
+
     def run(self) -> tuple[ExitCode, Fault | None]:
         """Wait for the end; returns this node's exit code and the job's fault. All ranks are gone then."""
         try:

@@ -14,11 +14,13 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 from trainer.errors import ExitCode, Fault, FaultError
+from trainer.process import die_with_parent
 from trainer.train.batches import Loading, Seeded, TensorImages
 from trainer.train.distributed import World
 
 _SHARED_MEMORY = Path("/dev/shm")
 _MIB = 1 << 20
+_PATIENCE_SECONDS = 60.0
 
 
 def check_shared_memory(dataset: Dataset[Any], batch: int, loading: Loading, world: World, place: Path = _SHARED_MEMORY) -> None:
@@ -32,7 +34,7 @@ def check_shared_memory(dataset: Dataset[Any], batch: int, loading: Loading, wor
     """
     if not loading.num_workers or isinstance(dataset, TensorImages) or world.local_rank != 0 or not place.exists():
         return
-    sample = _sample_bytes(dataset, loading.timeout_seconds or None)
+    sample = _sample_bytes(dataset, loading.timeout_seconds or _PATIENCE_SECONDS)
     need = world.local_world_size * loading.num_workers * loading.prefetch_factor * batch * sample
     free = _free(place)
     if need <= free:
@@ -75,13 +77,15 @@ def _free(place: Path) -> int:
     return about.f_bavail * about.f_frsize
 
 
-def _sample_bytes(dataset: Dataset[Any], seconds: float | None) -> int:
+def _sample_bytes(dataset: Dataset[Any], seconds: float) -> int:
     """Bytes of the tensors of one sample, loaded in a child: a dataset may open its files at the first one, and loader workers
     must not share them. 0 if it cannot be loaded: the loader will say why."""
     reader, writer = os.pipe()
+    parent = os.getpid()
     pid = os.fork()
     if pid == 0:
         try:
+            die_with_parent(parent)
             torch.set_num_threads(1)
             collate = getattr(dataset, "collate_fn", default_collate)
             os.write(writer, str(_bytes(collate(Seeded(dataset, 0).__getitems__([(0, 0)])))).encode())
