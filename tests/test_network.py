@@ -282,14 +282,23 @@ def test_a_firewall_that_lets_only_the_master_port_through(
 
 
 @netns
-def test_the_name_on_127_0_1_1_with_the_automatic_choice_off(nodes: Nodes, place: Path) -> None:
+@pytest.mark.parametrize(
+    ("line", "code", "words"),
+    [
+        ("127.0.1.1 {own}", "A5", "resolves to 127.0.1.1, which gloo would tell"),
+        ("", "A6", "does not resolve, and gloo asks for"),
+    ],
+)
+def test_a_host_name_that_leads_nowhere_with_the_automatic_choice_off(
+    line: str, code: str, words: str, nodes: Nodes, place: Path
+) -> None:
     for rank in (0, 1):
         own, other = f"node{rank + 1}", f"node{2 - rank}"
-        (place / own).write_text(f"127.0.0.1 localhost\n127.0.1.1 {own}\n{nodes.cluster.address(other)} {other}\n")
+        (place / own).write_text(f"127.0.0.1 localhost\n{line.format(own=own)}\n{nodes.cluster.address(other)} {other}\n")
         nodes.start(rank, "rollcall.interface=off", prepare=f"mount --bind {place / own} /etc/hosts")
     ended = nodes.end()
     assert [code for code, _ in ended] == [4, 4] and len({fault(output) for _, output in ended}) == 1, ended
-    assert "FAULT A5 host=node" in ended[0][1] and "resolves to 127.0.1.1, which gloo would tell" in fault(ended[0][1])
+    assert f"FAULT {code} host=node" in ended[0][1] and words in fault(ended[0][1]), ended
     assert "rollcall.interface=auto" in fault(ended[0][1])
 
 
@@ -514,6 +523,22 @@ def test_large_packets_that_are_lost(nodes: Nodes, cluster: Cluster) -> None:
         in ended[0][1]
     )
     assert "another MTU" in fault(ended[0][1])
+
+
+@netns
+def test_a_way_that_is_slow_in_one_direction(nodes: Nodes, cluster: Cluster) -> None:
+    cluster.on(
+        "node1", "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", "20mbit", "burst", "32kbit", "latency", "400ms"
+    )
+    try:
+        for rank in (0, 1):
+            nodes.start(rank)
+        ended = nodes.end()
+    finally:
+        cluster.on("node1", "tc", "qdisc", "del", "dev", "eth0", "root")
+    assert [code for code, _ in ended] == [0, 0], ended
+    (told,) = [line for line in ended[0][1].splitlines() if line.startswith("warning: ")]
+    assert told.startswith("warning: the way from node 0 (node1) to node 1 (node2) is slow: ") and "exclude=node2" in told
 
 
 @netns

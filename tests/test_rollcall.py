@@ -152,6 +152,16 @@ def test_the_missing_are_counted_and_named_while_there_is_waiting(call: Any, mon
     assert nodes.said[0] == "2 of 4 nodes are here; waiting for node rank 1, 3"
 
 
+def test_a_node_that_came_first_stays_as_long_as_node_0_waits(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollcall, "_LATE_SECONDS", 0.5)
+    nodes = call(3)
+    nodes.start(0, seconds=20)
+    nodes.start(1, seconds=0.5)
+    time.sleep(2.5)
+    nodes.start(2, seconds=20)
+    assert all(isinstance(end, Place) for end in nodes.end().values()), nodes.ended
+
+
 def test_two_claimants_of_one_rank_are_both_named_everywhere(call: Any) -> None:
     nodes = call(3)
     for rank, name in ((0, "n0"), (2, "first"), (2, "second")):

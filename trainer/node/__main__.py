@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 TERMINAL = "TRAINER_TERMINAL_FD"  # tells rank 0 where to draw its progress bar
 HEALTH_FILE = "TRAINER_HEALTH_FILE"  # touched while this node lives, for the health check of a container
+_LOOK_SECONDS = 5.0  # to see whether what listens at node 0's port is a store
 _SECOND_SECONDS = 15.0  # how long a second node 0 tries to reach the first, which may still be loading its libraries
 EXIT_CODES = "TRAINER_EXIT_CODES"  # folder where a batch script looks, as srun tells only by which signal it ended the tasks
 
@@ -160,8 +161,9 @@ class _Node:
             if listener:
                 keep = partial(self.folder.report, node.nnodes, config.rollcall.only)
                 return judge.preside(node, terms, listener, deadline, say, waker.pause, config.rollcall.probe, keep)
-            is_store, last_word = importlib.import_module("trainer.node.store").answers, self.folder.last_word
-            return rollcall.join(node, terms, deadline, waker.pause, is_store, partial(last_word, self.start, self.born))
+            is_store = partial(importlib.import_module("trainer.node.store").answers, seconds=_LOOK_SECONDS)
+            last_word = partial(self.folder.last_word, self.start, self.born)
+            return rollcall.join(node, terms, deadline, waker.pause, is_store, last_word)
         except FaultError as error:
             if trouble and error.exit_code.retryable:  # the others could not be told
                 raise trouble from None

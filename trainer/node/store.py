@@ -27,7 +27,7 @@ from trainer.node.signals import STOP_SIGNALS
 from trainer.process import die_with_parent
 
 REQUEST_SECONDS = 10.0  # limit of one request
-ANSWER_SECONDS = 5.0  # limit of the first one
+ANSWER_SECONDS = 20.0  # limit of the first one, and for all nodes to be there: a machine may be busy with their start
 _POLL_SECONDS = 0.2
 _Answer = TypeVar("_Answer")
 
@@ -61,7 +61,7 @@ class Roll:
         self.ask(lambda: self.store.set(f"arrived/{self.node.node_rank}", "1"))
         if self.node.node_rank:
             return None
-        keys, until = [f"arrived/{rank}" for rank in range(self.node.nnodes)], time.monotonic() + REQUEST_SECONDS
+        keys, until = [f"arrived/{rank}" for rank in range(self.node.nnodes)], time.monotonic() + ANSWER_SECONDS
         while not self.ask(lambda: self.store.check(keys)):
             if time.monotonic() > until:
                 absent = [rank for rank, key in enumerate(keys) if not self.ask(lambda key=key: self.store.check([key]))]  # type: ignore[misc]
