@@ -510,6 +510,17 @@ def test_a_stop_between_the_verdict_and_the_ranks_stops_all(nodes: Nodes) -> Non
 
 
 @netns
+def test_a_stop_before_the_ranks_have_their_handlers_stops_all(nodes: Nodes) -> None:
+    early = "fork = node.ranks.fork\nnode.ranks.fork = lambda *a: (fork(*a), os.kill(os.getpid(), signal.SIGTERM))[0]"
+    long = ["training.max_steps=100000", "training.epochs=4000"]
+    nodes.start(0, *long)
+    nodes.start(1, *long, patch=early)
+    ended = nodes.end(40)
+    assert [code for code, _ in ended] == [160, 160] and len({fault(output) for _, output in ended}) == 1, ended
+    assert "FAULT D8 host=node2 rank=1: died of SIGTERM, for which it had no handler (yet)" in fault(ended[0][1])
+
+
+@netns
 def test_large_packets_that_are_lost(nodes: Nodes, cluster: Cluster) -> None:
     """Another MTU on the way: connections can be made, and nothing comes through."""
     rule = ["iptables", "-w", "-A", "INPUT", "-i", "eth0", "-p", "tcp", "-m", "length", "--length", "1200:65535", "-j", "DROP"]

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from trainer.errors import ERROR_FILE, ExitCode, write_error_file
 from trainer.node.identity import Identity
+from trainer.node.signals import STOP_SIGNALS
 from trainer.process import die_with_parent
 
 
@@ -87,6 +88,8 @@ def fork(rank: Rank, in_child: Callable[[], None]) -> int:
     parent = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
+    # A stop signal that reaches the child before it has handlers of its own would be noted in its copy of ours, and lost.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     pid = os.fork()
     if pid == 0:
         try:
@@ -94,6 +97,7 @@ def fork(rank: Rank, in_child: Callable[[], None]) -> int:
             _run(rank, parent)
         finally:
             os._exit(70)  # not reached: _run ends the process
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     _own_group(pid)
     return pid
 
@@ -130,7 +134,7 @@ def _run(rank: Rank, parent: int) -> None:
     os.setpgid(0, 0)
     die_with_parent(parent)
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
+    for number in (*STOP_SIGNALS, signal.SIGCHLD):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])

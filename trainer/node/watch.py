@@ -69,7 +69,7 @@ class Watch:
                 if self._tail.mid_line:
                     self.last_words.insert(0, "")  # what follows begins a line of its own
         if fault is None and self.node.nnodes > 1:
-            fault = self._wait_for_the_others()
+            fault = self._unsaved_stop() or self._wait_for_the_others()
         if fault is not None:
             return fault.exit_code, fault
         stopped = any(running.status == ExitCode.STOPPED or running.failed for running in self.ranks)
@@ -141,6 +141,14 @@ class Watch:
     def _ended_by_stop(self, failed: list[Running]) -> bool:
         """A script of the user's that does not handle the signal we passed on dies of it: that is a stop, not a fault."""
         return self._stop is not None and all(running.status == -self._stop[0] for running in failed)
+
+    def _unsaved_stop(self) -> Fault | None:
+        """The other nodes' ranks would wait for those that died of a stop signal, such as before their handlers were there."""
+        died = [running.rank.rank for running in self.ranks if running.failed]
+        if not died or self._stop is None:
+            return None
+        cause = f"died of {self._stop[0].name}, for which it had no handler (yet); the last checkpoint stands"
+        return self._own_fault("D8", died[0], cause, "start again to go on", ExitCode.STOPPED)
 
     def _judge(self) -> Fault:
         """Find the rank at fault, among this node's and by what the other nodes report."""
