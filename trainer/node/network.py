@@ -29,18 +29,6 @@ def interfaces() -> dict[str, str]:
     return found
 
 
-def address_towards(host: str) -> str:
-    """The address of this machine that the route to a host starts from, or empty; nothing is sent."""
-    if not host:
-        return ""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 9))
-            return str(probe.getsockname()[0])
-        except OSError:
-            return ""
-
-
 def problem(environ: Mapping[str, str], wanted: str, machines: int) -> tuple[str, str] | None:
     """What is wrong with the interface that gloo would use: the fault's code and cause.
 

@@ -1,6 +1,6 @@
 """Node 0's side of the roll call: it keeps the register of who is here, judges, and gives all the same verdict.
 
-One connection and at most four messages from each node, and nobody but node 0 reads what all have told.
+One connection and three messages from each node (a few more where a way is slow), and nobody but node 0 reads what all have told.
 """
 
 from __future__ import annotations
