@@ -67,6 +67,7 @@ def test_the_run_folder_tells_the_whole_run(folder: Path) -> None:
         "logs/node-0000.log",
         "metrics.jsonl",
         "plan.txt",
+        "rollcall.json",
     }
     assert [record["step"] for record in metrics(run)] == [10, 20, 30, 40, 50, 60, 70, 80, 88]
     assert [(record["step"], record["eval_samples"]) for record in metrics(run, "eval")] == [(44, 360), (88, 360)]
