@@ -90,10 +90,10 @@ class _Node:
     def _second(self, holder: str) -> FaultError:
         """Another node 0 has the run folder: of this start, which then learns of both, or of another."""
         node = self.node
-        try:
-            rollcall.join(node, rollcall.Terms(job=self.job), time.monotonic() + _SECOND_SECONDS)
-        except FaultError as error:
-            if error.fault.code == "A11":
+        if node.nnodes > 1:
+            try:
+                rollcall.attempt(node, rollcall.Terms(job=self.job), time.monotonic() + _SECOND_SECONDS)
+            except FaultError as error:
                 return error
         cause = f"the run folder {self.folder.folder} is in use by {holder}"
         return node.fault("G7", cause, "wait for its end, cancel it, or use another run_dir")

@@ -81,7 +81,7 @@ def join(
     pause = partial(_pause, pause, _Seldom(last_word))
     lost: FaultError | None = None  # node 0 was there, so that is the cause and not what is met at its port now
     while True:
-        found = _try(node, terms, deadline, pause, is_store)
+        found = attempt(node, terms, deadline, pause, is_store)
         if isinstance(found, Place):
             return found
         lost = found if found.exit_code is ExitCode.NODE_LOST else lost
@@ -109,8 +109,18 @@ def _pause(pause: Pause, ask: Callable[[], None], seconds: float) -> None:
     ask()
 
 
-def _try(node: Identity, terms: Terms, deadline: float, pause: Pause, is_store: Callable[[str, int], bool]) -> Place | FaultError:
-    """One try: this node's place, or what is wrong for now."""
+def attempt(
+    node: Identity,
+    terms: Terms,
+    deadline: float,
+    pause: Pause = time.sleep,
+    is_store: Callable[[str, int], bool] = lambda address, port: False,
+) -> Place | FaultError:
+    """One try: this node's place, or what is wrong for now.
+
+    Raises:
+        FaultError: node 0's verdict.
+    """
     try:
         connection = reach(node)
     except FaultError as error:
