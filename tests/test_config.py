@@ -9,7 +9,8 @@ from tests.conftest import DIGITS, ROOT
 from trainer.cli import main
 from trainer.config import accumulation_steps
 from trainer.errors import ConfigError
-from trainer.settings import check, dump_config, load_config, schema, settings_table
+from trainer.reference import schema, settings_table
+from trainer.settings import check, dump_config, load_config
 
 # What is typed wrong, and what the one line must say.
 BAD = [

@@ -10,7 +10,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from trainer import __version__, settings, table
+from trainer import __version__, options, reference, settings, table
 from trainer.config import Config
 from trainer.errors import ConfigError, ExitCode, KitError
 from trainer.launch import job as jobs
@@ -99,7 +99,7 @@ def rollcall(arguments: argparse.Namespace) -> int:
         print(job.cancel(), file=sys.stderr)
         raise
     kept = job.folder / "rollcall.json"
-    if kept.exists():
+    if kept.exists() and kept.stat().st_mtime >= job.run.job["submitted"]:  # not that of an earlier start in the folder
         text = kept.read_text(encoding="utf-8")
         print(text if arguments.json else table.table(json.loads(text), sys.stdout.isatty()))
     return code
@@ -158,12 +158,12 @@ def lint(arguments: argparse.Namespace) -> int:
 
 def schema(arguments: argparse.Namespace) -> None:
     """Print the config's JSON Schema."""
-    print(settings.schema())
+    print(reference.schema())
 
 
 def settings_table(arguments: argparse.Namespace) -> None:
     """Print every setting with its type, default and meaning."""
-    print(settings.settings_table())
+    print(reference.settings_table())
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -181,19 +181,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="trainer", description="Multi-node PyTorch jobs from one YAML file.")
     parser.add_argument("--version", action="version", version=f"ddp-job-kit {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, function in {
-        "run": run,
-        "submit": submit,
-        "check": check,
-        "render": render,
-        "node": node,
-        "rollcall": rollcall,
-    }.items():
+    for function in (run, submit, check, render, node, rollcall):
+        name = function.__name__
         command = commands.add_parser(name, help=function.__doc__)
         command.add_argument("config", nargs="+", help="YAML files, merged in order, and section.key=value overrides")
         command.set_defaults(function=function)
         if name in ("submit", "render"):
-            _add_queue_options(command)
+            options.add_queue_options(command)
         if name == "rollcall":
             command.add_argument("--json", action="store_true", help="all that the nodes told, as JSON")
     for name, function in {"status": status, "logs": logs, "cancel": cancel}.items():
@@ -202,7 +196,7 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(function=function)
         if name == "logs":
             command.add_argument("--follow", "-f", action="store_true", help="go on until the run ends")
-            command.add_argument("--rank", default="0", type=_rank, help="global rank, or all (default: 0)")
+            command.add_argument("--rank", default="0", type=options.rank, help="global rank, or all (default: 0)")
         if name == "cancel":
             command.add_argument("--now", action="store_true", help="kill it; the last checkpoint stands")
     command = commands.add_parser("checkpoints", help=checkpoints.__doc__)
@@ -220,39 +214,6 @@ def _parser() -> argparse.ArgumentParser:
     for name, function in {"schema": schema, "settings": settings_table}.items():
         commands.add_parser(name, help=function.__doc__).set_defaults(function=function)
     return parser
-
-
-def _add_queue_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--array",
-        action="append",
-        default=[],
-        metavar="section.key=V1,V2",
-        help="a Slurm job array with a task, and a run folder, for each value; given twice, for each combination",
-    )
-    command.add_argument("--after", metavar="RUN", help="start when that run has ended well (Slurm)")
-    command.add_argument(
-        "--simulate-preemption-after",
-        metavar="SECONDS",
-        type=_seconds,
-        help="warn the first attempt then, as a preemption would: it saves, is requeued and goes on (Slurm)",
-    )
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
-    return seconds
-
-
-def _rank(text: str) -> str:
-    if text != "all" and not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a rank nor all")
-    return text
 
 
 def _submission(arguments: argparse.Namespace) -> plans.Submission:

@@ -19,10 +19,10 @@ from trainer.placement import (
     PositiveFloat,
     PositiveInt,
     Resources,
-    Seconds,
     Section,
     Slurm,
 )
+from trainer.supervision import Checkpoint, RollCall, Watch
 
 TRAIN = "trainer.train"  # the entrypoint that is the kit's own training loop
 
@@ -152,41 +152,6 @@ class Training(Section):
     """Evaluate after every so many epochs, and at the end."""
     tensorboard: bool = False
     """Write TensorBoard events beside metrics.jsonl."""
-
-
-class Checkpoint(Section):
-    """What is saved, and how a start uses it."""
-
-    every_steps: PositiveInt = 500
-    """Save every so many optimizer steps; the end and a stop signal save too."""
-    keep_last: Annotated[int, Field(ge=2)] = 3
-    """How many to keep; at least 2, so that a damaged newest one has one before it."""
-    resume: Literal["auto", "required"] = "auto"
-    """auto: go on from the newest whole checkpoint if there is one; required: refuse to start at step 0."""
-
-
-class RollCall(Section):
-    """What the nodes tell and try before any rank starts."""
-
-    parity: Literal["refuse", "warn"] = "refuse"
-    """What to do about nodes that differ in kit, Python, torch, CUDA, cuDNN, NCCL, config or script, or share no run folder."""
-    probe: Literal["off", "quick", "full"] = "quick"
-    """Whether nodes try each other's ports, and how long they measure the way between them: quick 0.25 s, full 2 s."""
-    interface: Annotated[str, Field(pattern=r"^[A-Za-z0-9._@-]{1,15}$")] = "auto"
-    """Network interface over which the ranks talk: a name; auto: the one that leads to node 0; off: what gloo and NCCL choose."""
-    only: bool = False
-    """End after the roll call, as `trainer rollcall` does."""
-
-
-class Watch(Section):
-    """Deadlines. They count from the moment the imports are done."""
-
-    join_seconds: Seconds = 120
-    """How long node 0 waits for the other nodes."""
-    stall_seconds: Seconds = 180
-    """How long a rank may make no progress; also the limit of one collective."""
-    stop_seconds: Seconds = 60
-    """How long the ranks may take to save after a stop signal before they are killed."""
 
 
 class Config(Section):

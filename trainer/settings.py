@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from trainer import targets, yaml12
 from trainer.config import TRAIN, Config
 from trainer.errors import ConfigError
-from trainer.placement import Section
+from trainer.reference import rows
 
 _OVERRIDE = re.compile(r"^[A-Za-z_][\w.-]*=")
 _SHORT = 80  # characters of a value that an error shows
@@ -103,19 +103,6 @@ def check_resume(config: Config, folder: Path) -> None:
                 f"training.{name}={new}: the checkpoints in {folder} were made with {old}, and the order of the samples "
                 "hangs on it; set it back or start a new run"
             )
-
-
-def schema() -> str:
-    """JSON Schema of the config file, for editors."""
-    return json.dumps(Config.model_json_schema(), indent=2)
-
-
-def settings_table() -> str:
-    """A Markdown table of every setting: dotted name, type, default, what it is."""
-    rows = ["| setting | type | default | what it is |", "|---|---|---|---|"]
-    for name, kind, default, text in _settings(Config, ""):
-        rows.append(f"| `{name}` | {kind} | {default} | {' '.join(text.split())} |")
-    return "\n".join(rows)
 
 
 def _is_override(argument: str | Path) -> bool:
@@ -216,7 +203,7 @@ def _as_written(location: Sequence[int | str], merged: dict[str, Any]) -> list[i
 def _suggestion(location: Sequence[int | str]) -> str:
     """The setting that was probably meant: a close name in the same section, the same name elsewhere, or in `args`."""
     *sections, key = [str(part) for part in location]
-    names = [row[0] for row in _settings(Config, "")]
+    names = [row[0] for row in rows(Config, "")]
     parent = ".".join(sections)
     prefix = f"{parent}." if parent else ""
     here = {n[len(prefix) :].split(".")[0] for n in names if n.startswith(prefix)}
@@ -227,29 +214,3 @@ def _suggestion(location: Sequence[int | str]) -> str:
     if "args" in here:
         return f"; did you mean {prefix}args.{key}?"
     return f"; {parent or 'the top level'} has {', '.join(sorted(here))}"
-
-
-def _settings(model: type[Section], prefix: str) -> Iterator[tuple[str, str, str, str]]:
-    for name, field in model.model_fields.items():
-        sections = [t for t in (field.annotation, *get_args(field.annotation)) if isinstance(t, type) and issubclass(t, Section)]
-        if sections:
-            yield from _settings(sections[0], f"{prefix}{name}.")
-            continue
-        default = "required" if field.is_required() else f"`{json.dumps(field.default)}`"
-        yield f"{prefix}{name}", _type_name(field.annotation), default, field.description or ""
-
-
-def _type_name(annotation: Any) -> str:
-    """A type as a user would say it: `int or null`, `list of str`, `fp32, bf16 or fp16`."""
-    origin, inside = get_origin(annotation), get_args(annotation)
-    if annotation is type(None):
-        return "null"
-    if origin is Annotated:
-        return _type_name(inside[0])
-    if origin is Literal:
-        return ", ".join(map(str, inside[:-1])) + f" or {inside[-1]}"
-    if origin is list:
-        return f"list of {_type_name(inside[0])}"
-    if origin is dict:
-        return "mapping" if inside[1] is Any else f"mapping to {_type_name(inside[1])}"
-    return " or ".join(_type_name(part) for part in inside) if inside else str(annotation.__name__)
