@@ -499,25 +499,31 @@ def test_a_node_0_that_freezes_after_the_verdict(nodes: Nodes) -> None:
     assert fault(output).startswith("FAULT C3 host=node2 node_rank=1: lost node 0 after the roll call"), output
 
 
+TERM = "os.kill(os.getpid(), signal.SIGTERM)"
+
+
 @netns
-def test_a_stop_between_the_verdict_and_the_ranks_stops_all(nodes: Nodes) -> None:
-    late = "roll = node._Node._roll\nnode._Node._roll = lambda *a: (roll(*a), os.kill(os.getpid(), signal.SIGTERM))[0]"
+@pytest.mark.parametrize(
+    ("patch", "words"),
+    [
+        (
+            f"roll = node._Node._roll\nnode._Node._roll = lambda *a: (roll(*a), {TERM})[0]",
+            "node_rank=1: SIGTERM before the ranks were started",
+        ),
+        (
+            f"fork = node.ranks.fork\nnode.ranks.fork = lambda *a: (fork(*a), {TERM})[0]",
+            "rank=1: died of SIGTERM, for which it had no handler (yet)",
+        ),
+    ],
+)
+def test_a_stop_before_the_ranks_have_their_handlers_stops_all(patch: str, words: str, nodes: Nodes) -> None:
+    """Right after the roll call, and right after the fork of a rank."""
     long = ["training.max_steps=100000", "training.epochs=4000"]
     nodes.start(0, *long)
-    nodes.start(1, *long, patch=late)
+    nodes.start(1, *long, patch=patch)
     ended = nodes.end()
-    assert [code for code, _ in ended] == [160, 160], ended
-
-
-@netns
-def test_a_stop_before_the_ranks_have_their_handlers_stops_all(nodes: Nodes) -> None:
-    early = "fork = node.ranks.fork\nnode.ranks.fork = lambda *a: (fork(*a), os.kill(os.getpid(), signal.SIGTERM))[0]"
-    long = ["training.max_steps=100000", "training.epochs=4000"]
-    nodes.start(0, *long)
-    nodes.start(1, *long, patch=early)
-    ended = nodes.end(40)
     assert [code for code, _ in ended] == [160, 160] and len({fault(output) for _, output in ended}) == 1, ended
-    assert "FAULT D8 host=node2 rank=1: died of SIGTERM, for which it had no handler (yet)" in fault(ended[0][1])
+    assert f"FAULT D8 host=node2 {words}" in fault(ended[0][1])
 
 
 @netns
