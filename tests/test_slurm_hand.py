@@ -81,7 +81,8 @@ def test_a_node_on_which_the_kit_does_not_start_is_final_and_no_good_stop(shared
 @pytest.mark.parametrize(("codes", "verdict", "again"), [("160 3", 3, False), ("4 160", 4, False), ("162 164", 162, True)])
 def test_a_final_code_of_any_node_is_the_jobs(codes: str, verdict: int, again: bool, shared: Path) -> None:
     first, second = codes.split()
-    job, run = send(shared, f'up; nap 1; [ "$PET_NODE_RANK" = 0 ] && end {first}; trap "" TERM USR1; nap 0.2; end {second}')
+    both_up = 'trap "" TERM USR1; up; until [ -e "$TRAINER_EXIT_CODES/0" ] && [ -e "$TRAINER_EXIT_CODES/1" ]; do sleep 0.1; done'
+    job, run = send(shared, f'{both_up}; [ "$PET_NODE_RANK" = 0 ] && end {first}; sleep 1; end {second}')
     assert ("requeueing" in ended(shared, job)) == again and exit_code(run) == verdict
 
 

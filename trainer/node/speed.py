@@ -27,17 +27,18 @@ def slow_ways(received: Mapping[int, float], measure: Measure, name: Callable[[i
         received: for all nodes of the ring, node rank -> bytes/s that came from the node before it while all streamed.
         name: a node as a person would name it.
     """
-    nodes = len(received)
-    usual = sorted(received.values())[-max(1, nodes // 4)]
-    limit = _SLOW * usual
-    suspects = sorted((rank for rank, rate in received.items() if rate < limit or not rate), key=lambda rank: received[rank])
-    for receiver in suspects[:_AT_MOST]:
-        sender = (receiver - 1) % nodes
-        rate = measure(sender, receiver)
-        if rate and rate >= limit:
-            continue
+    nodes, rates, alone = len(received), dict(received), set[int]()
+    # What comes alone is not held up by what goes out at the same time, and may raise the limit for the rest; of two nodes, each
+    # way carries the answers to the other, so that both may look equally slow.
+    while (suspects := (set(rates) if nodes == 2 else _slow(rates)) - alone) and len(alone) < _AT_MOST:
+        receiver = min(suspects, key=rates.__getitem__)
+        alone.add(receiver)
+        rates[receiver] = measure((receiver - 1) % nodes, receiver)
+    usual, slow = _usual(rates), _slow(rates)
+    for receiver in sorted(alone & slow, key=rates.__getitem__):
+        sender, rate, limit = (receiver - 1) % nodes, rates[receiver], _SLOW * usual
         speeds = f"{rate / 1e6:.1f} MB/s, others reach {usual / 1e6:.0f} MB/s" if rate else "nothing comes through"
-        good = [rank for rank in received if rank not in (sender, receiver) and rank not in suspects]
+        good = [rank for rank in received if rank not in (sender, receiver, *slow)]
         if not good:
             yield Slow(receiver, f"the way from {name(sender)} to {name(receiver)} is slow: {speeds}", not rate)
             continue
@@ -51,3 +52,11 @@ def slow_ways(received: Mapping[int, float], measure: Measure, name: Callable[[i
             yield Slow(
                 receiver, f"{name(receiver)} receives slowly, from {name(sender)} {speeds}; from {name(good[0])} too", not rate
             )
+
+
+def _usual(rates: Mapping[int, float]) -> float:
+    return sorted(rates.values())[-max(1, len(rates) // 4)]
+
+
+def _slow(rates: Mapping[int, float]) -> set[int]:
+    return {rank for rank, rate in rates.items() if rate < _SLOW * _usual(rates) or not rate}
