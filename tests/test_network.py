@@ -17,6 +17,7 @@ import pytest
 from tests.conftest import DIGITS, ROOT, wait_until
 from tests.jobs import metrics, overrides
 from tests.lab.slurm import Cluster
+from trainer.errors import ExitCode
 from trainer.node import network
 
 netns = pytest.mark.netns
@@ -182,6 +183,31 @@ def test_a_host_name_on_127_0_1_1_is_no_obstacle(nodes: Nodes, place: Path) -> N
         assert code == 0, output
         assert f"[{own}] the ranks talk over eth0 ({nodes.cluster.address(own)})" in output
     assert [record["step"] for record in metrics(nodes.run)] == [1, 2, 3]
+
+
+@netns
+@pytest.mark.parametrize(
+    ("culprit", "wrong", "line"),
+    [
+        (0, {"PET_NNODES": "3"}, "FAULT A13 host=node1 node_rank=0: PET_* says 3 nodes, resources.nodes=2; fix: "),
+        (1, {"WORLD_SIZE": "5"}, "FAULT A13 host=node2 node_rank=1: WORLD_SIZE=5, but PET_NNODES=2 with 1 ranks on each; fix: "),
+        (1, {"PET_NODE_RANK": "2"}, "FAULT A14 host=node2 node_rank=2: node rank 2 of 2 nodes; fix: "),
+        (
+            0,
+            {"PET_MASTER_PORT": "tcp://10.0.0.1:80"},
+            "FAULT A15 host=node1 node_rank=0: PET_MASTER_PORT=tcp://10.0.0.1:80 is no n",
+        ),
+        (1, {"PET_MASTER_ADDR": "localhost"}, "FAULT A16 host=node2 node_rank=1: 2 nodes but the master address localhost is "),
+        (0, {"PET_MASTER_PORT": "0"}, "FAULT A19 host=node1 node_rank=0: master port 0; fix: "),
+    ],
+)
+def test_a_node_that_does_not_know_its_place_ends_both(culprit: int, wrong: dict[str, str], line: str, nodes: Nodes) -> None:
+    """It cannot call the other, so that learns of it from the run folder."""
+    for rank in (0, 1):
+        nodes.start(rank, **(wrong if rank == culprit else {}))
+    ended = nodes.end()
+    assert len({fault(output) for _, output in ended}) == 1 and [code for code, _ in ended] == [ExitCode.REFUSED] * 2, ended
+    assert fault(ended[0][1]).startswith(line)
 
 
 @netns

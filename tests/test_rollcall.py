@@ -19,6 +19,7 @@ from trainer.node import judge, parity, register, rollcall
 from trainer.node.identity import Identity
 from trainer.node.logs import Report, RunFolder
 from trainer.node.probe import Probe, Result, Task, entry
+from trainer.node.record import Attentive, Record
 from trainer.node.rollcall import Place, Terms
 from trainer.node.speed import slow_ways
 
@@ -46,13 +47,22 @@ class Call:
         node = Host(self.nnodes, rank, 1, "127.0.0.1", self.listener.getsockname()[1], "test", name=name)
         until = time.monotonic() + seconds
 
+        stopped, other_end = more.pop("stopped", None), more.pop("other_end", lambda: None)
+
+        def wait(seconds: float) -> None:
+            self.pause(seconds)
+            if stopped:
+                stopped()
+
+        pause = Attentive(wait, other_end)
+
         def run() -> None:
             try:
                 if rank == 0:
                     keep, say = self.reports.append, self.said.append
-                    place = judge.preside(node, terms, self.listener, until, say, self.pause, more.pop("probe", "quick"), keep)
+                    place = judge.preside(node, terms, self.listener, until, say, pause, more.pop("probe", "quick"), keep)
                 else:
-                    place = rollcall.join(node, terms, until, self.pause, **more)
+                    place = rollcall.join(node, terms, until, pause, **more)
                 self.ended[name] = place
             except Exception as error:
                 self.ended[name] = error
@@ -264,19 +274,18 @@ def test_a_store_that_is_there_already_is_an_earlier_start(call: Any) -> None:
 
 
 def test_node_0_that_has_ended_tells_why_by_the_run_folder(call: Any, tmp_path: Path) -> None:
-    folder, nodes = RunFolder(tmp_path), call(2)
+    folder, nodes, record = RunFolder(tmp_path), call(2), Record(RunFolder(tmp_path), {})
     nodes.listener.close()
     nodes.listener = socket.create_server(("127.0.0.1", 0))
     free = nodes.listener.dup()
     nodes.listener.shutdown(socket.SHUT_RDWR)
     fault = "FAULT A3 host=n0 node_rank=0: port 29500 is in use; fix: stop it"
-    folder.event("node_end", start="", node_rank=1, exit_code=4, fault="FAULT B1 of another node")
-    folder.event("node_end", start="", node_rank=0, exit_code=161, fault="FAULT A12 after which a scheduler tries again")
+    folder.event("node_end", attempt=0, start="", exit_code=161, fault="FAULT A12 after which a scheduler tries again")
     with (tmp_path / "events.jsonl").open("a") as events:
         events.write("5\n[1]\nnull\n{cut off\n")
-    assert folder.last_word("", time.time()) is None
-    folder.event("node_end", start="", node_rank=0, exit_code=4, fault=fault)
-    nodes.start(1, seconds=30, last_word=lambda: folder.last_word("", time.time() - 1))
+    assert record.other_end() is None
+    record.end(0, "n0", 4, fault)
+    nodes.start(1, seconds=30, other_end=record.other_end)
     end = nodes.end()["n1"]
     free.close()
     assert isinstance(end, KitError) and end.exit_code == ExitCode.REFUSED and str(end) == fault
@@ -284,13 +293,55 @@ def test_node_0_that_has_ended_tells_why_by_the_run_folder(call: Any, tmp_path: 
 
 def test_an_earlier_starts_end_is_none_of_this_ones(tmp_path: Path) -> None:
     """Somebody has mended the fault and starts again, this node before node 0."""
-    folder = RunFolder(tmp_path)
     fault = "FAULT B4 host=n1 node_rank=1: training.seed: ...; fix: ..."
-    folder.event("node_end", start="", node_rank=0, exit_code=4, fault=fault)
-    assert folder.last_word("", time.time() + 5) is None and folder.last_word("", time.time()) is not None
-    folder.event("node_end", start="4711.0", node_rank=0, exit_code=4, fault=fault)
-    assert folder.last_word("4711.1", time.time()) is None, "requeued"
-    assert str(folder.last_word("4711.0", time.time() + 500)) == fault, "however long this node took to come up"
+
+    def record(later: float = 0.0, **environ: str) -> Record:
+        made = Record(RunFolder(tmp_path), environ)
+        made.born += later
+        return made
+
+    record().end(0, "n0", 4, fault)
+    assert record(5).other_end() is None and record().other_end() is not None
+    record(SLURM_JOB_ID="4711").end(0, "n0", 160, fault)
+    assert record(SLURM_JOB_ID="4711", SLURM_RESTART_COUNT="1").other_end() is None, "requeued"
+    assert str(record(500, SLURM_JOB_ID="4711").other_end()) == fault, "however long this node took to come up"
+    RunFolder(tmp_path).logs(0)
+    assert record().other_end() is None, "the ranks of that attempt were started, so this is another one"
+
+
+def test_the_end_of_a_node_that_never_called_ends_all(call: Any, tmp_path: Path) -> None:
+    """It did not know its place, so it could not call; node 0 learns of it from the run folder and tells the rest."""
+    nodes, fault = call(3), "FAULT A14 host=n2 node_rank=7: node rank 7 of 3 nodes; fix: node ranks count from 0 to nodes - 1"
+    record = Record(RunFolder(tmp_path), {})
+    nodes.start(0, seconds=60, other_end=record.other_end)
+    nodes.start(1, seconds=60)
+    record.end(7, "n2", 4, fault)
+    started = time.monotonic()
+    assert nodes.lines == {fault} and time.monotonic() - started < 15
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("moment", ["waiting", "probing"])
+def test_a_stop_of_one_node_during_the_roll_call_ends_all(
+    culprit: int, moment: str, call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes, at = call(3), threading.Event()
+    stop = FaultError(Fault("D8", f"n{culprit}", "SIGTERM before the ranks were started", "start again", ExitCode.STOPPED))
+    if moment == "probing":
+        own, run = Probe.run, lambda probe, task, pause: (at.set(), time.sleep(0.3), own(probe, task, pause))[-1]
+        monkeypatch.setattr(Probe, "run", run)
+    else:
+        threading.Timer(1, at.set).start()
+
+    def once() -> None:
+        if at.is_set() and stops:
+            raise stops.pop()
+
+    stops = [stop]
+    for rank in range(3 if moment == "probing" else 2):
+        nodes.start(rank, seconds=60, stopped=once if rank == culprit else None)
+    started = time.monotonic()
+    assert nodes.lines == {str(stop)} and time.monotonic() - started < 15
 
 
 def test_a_run_folder_that_is_not_shared(call: Any, tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ class Run:
         if batch and batch[0] and batch[0] not in codes:  # the last attempt ended before its nodes could say a word
             return Status("stopped" if batch[0] == ExitCode.STOPPED else "failed", f"{who}: {self.last_word()}")
         if faults:
-            return Status("failed", faults[0])
+            return Status("stopped" if codes == {ExitCode.STOPPED} else "failed", faults[0])
         if not last and not batch and not self.last_word():
             return Status("lost", f"{who} {self._never_started()}")
         if len(last) < job["nodes"]:

@@ -19,6 +19,7 @@ from trainer.node import gpus, health, judge, network, parity, prepare, ranks, r
 from trainer.node.guard import Guard
 from trainer.node.identity import Identity, identify
 from trainer.node.logs import RunFolder, say
+from trainer.node.record import Attentive, Record
 from trainer.settings import changed, check_resume, dump_config, load_config
 
 if TYPE_CHECKING:
@@ -41,19 +42,20 @@ def main(arguments: list[str]) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    node = None
+    node = record = None
     try:
         config = load_config(*arguments)
+        record = Record(RunFolder(Path(config.folder)))
         gpus = config.resources.gpus_per_node if config.training.device == "auto" else 0
         place = identify(os.environ, config.resources.nodes, config.resources.ranks, config.backend == "local", gpus)
-        node = _Node(config, place)
+        node = _Node(config, place, record)
         return node.run()
     except FaultError as error:
         code, lines = error.exit_code, [error.fault.line()]
     except KitError as error:
         code, lines = error.exit_code, [f"error: {line}" for line in error.lines]
-    if node:
-        node.end(code, lines[0])
+    if record:
+        record.end(node.node.node_rank if node else 0, socket.gethostname(), code, lines[0])
     for line in lines:
         say(line)
     return code
@@ -62,14 +64,9 @@ def _main(arguments: list[str]) -> int:
 class _Node:
     """The phases of a node's life, in order."""
 
-    def __init__(self, config: Config, node: Identity) -> None:
-        self.config, self.node = config, node
-        self.born, self.folder = time.time(), RunFolder(Path(config.folder))
-        self.attempt = self.folder.attempts()
-        self.job = os.environ.get("SLURM_JOB_ID", "")
-        self.start = f"{self.job}.{os.environ.get('SLURM_RESTART_COUNT', '0')}" if self.job else ""
+    def __init__(self, config: Config, node: Identity, record: Record) -> None:
+        self.config, self.node, self.record, self.folder = config, node, record, record.folder
         self.unwritable: str | None = None  # why the run folder cannot be written
-        self.intruder = False  # another node 0 has the run folder: nothing is written there
 
     def run(self) -> int:
         node = self.node
@@ -81,7 +78,7 @@ class _Node:
             try:
                 stack.enter_context(self.folder.held(node.host))
             except BlockingIOError as error:
-                self.intruder = True
+                self.record.silent = True
                 raise self._second(str(error)) from None
             except OSError as error:
                 self.unwritable = error.strerror or str(error)
@@ -92,43 +89,32 @@ class _Node:
         node = self.node
         if node.nnodes > 1:
             try:
-                rollcall.attempt(node, rollcall.Terms(job=self.job), time.monotonic() + _SECOND_SECONDS)
+                rollcall.attempt(node, rollcall.Terms(job=self.record.job), time.monotonic() + _SECOND_SECONDS)
             except FaultError as error:
                 return error
         cause = f"the run folder {self.folder.folder} is in use by {holder}"
         return node.fault("G7", cause, "wait for its end, cancel it, or use another run_dir")
-
-    def end(self, code: int, fault: str | None) -> None:
-        """Record how this node ended."""
-        facts = {"node_rank": self.node.node_rank, "host": self.node.host, "start": self.start}
-        if not self.intruder:
-            self.folder.event("node_end", attempt=self.attempt, **facts, exit_code=int(code), fault=fault)
 
     def _run(self) -> int:
         node = self.node
         listener = rendezvous.listen(node) if node.node_rank == 0 else None
         if listener:
             node = self.node = replace(node, master_port=listener.getsockname()[1])
-        waker, interface = signals.Signals(os.environ.get(HEALTH_FILE)), self.config.rollcall.interface
+        self.waker, interface = signals.Signals(os.environ.get(HEALTH_FILE)), self.config.rollcall.interface
         prepare.environment(os.environ, node.nproc_per_node, node.master_addr == "127.0.0.1", interface)
         prepare.warm_up(TRAIN if self._targets else None, self._targets)
         if listener and not self.unwritable:
             check_resume(self.config, self.folder.folder)
             self.folder.keep_config(dump_config(self.config))
-        try:
-            place = self._join(listener, waker)
-        except signals.StopRequest as stop:
-            say(f"[{node.host}] {stop}: stopped before the ranks were started")
-            self.end(ExitCode.STOPPED, None)
-            return ExitCode.STOPPED
+        place = self._join(listener)
         if self.config.rollcall.only:
-            self.end(ExitCode.DONE, None)
+            self.record.end(node.node_rank, node.host, ExitCode.DONE, None)
             return ExitCode.DONE
         if interface == "auto" and self.config.backend != "local" and (chosen := network.choose(os.environ, place.address)):
             say(f"[{node.host}] the ranks talk over {chosen} ({place.address})")
         limits, roll = self.config.watch, self._roll(place, listener)
         watch = importlib.import_module("trainer.node.watch")  # it brings torch
-        watcher = watch.Watch(roll, self.guard, waker, _on_terminal(node), limits.stop_seconds, limits.stall_seconds)
+        watcher = watch.Watch(roll, self.guard, self.waker, _on_terminal(node), limits.stop_seconds, limits.stall_seconds)
         return self._train(watcher)
 
     @property
@@ -137,18 +123,17 @@ class _Node:
         parts = ("model", "data", "loss", "optimizer") if self.config.entrypoint == TRAIN else ()
         return {name: getattr(self.config, name).target for name in parts}
 
-    def _join(self, listener: socket.socket | None, waker: signals.Signals) -> rollcall.Place:
+    def _join(self, listener: socket.socket | None) -> rollcall.Place:
         """The roll call."""
         config, node = self.config, self.node
         deadline = time.monotonic() + config.watch.join_seconds
         found = gpus.look(os.environ) if config.resources.gpus_per_node else None
         wanted, cuda = config.resources.gpus_per_node, config.container.cuda_version
         trouble = prepare.own_trouble(node, os.environ, config.rollcall.interface, wanted, found, cuda)
-        if node.nnodes == 1:
-            waker.pause(0)  # a stop that came while the libraries were loaded
-        elif waker.waiting:
-            cause = f"{waker.waiting.pop(0).name} before the ranks were started"
-            trouble = node.fault("D8", cause, "start again to go on", ExitCode.STOPPED)
+        try:
+            self._pause(0)  # a stop may have come while the libraries were loaded
+        except FaultError as stop:
+            trouble = stop
         if self.unwritable:
             cause = f"the run folder {self.folder.folder} cannot be written: {self.unwritable}"
             trouble = node.fault("K4", cause, "correct run_dir, or give the node the right to write there")
@@ -157,17 +142,24 @@ class _Node:
                 raise trouble
             say(f"[{node.host}] {trouble.fault.cause}: telling the other nodes")
         terms = self._terms(trouble.fault if trouble else None, found)
+        pause = Attentive(self._pause, self.record.other_end)
         try:
             if listener:
                 keep = partial(self.folder.report, node.nnodes, config.rollcall.only)
-                return judge.preside(node, terms, listener, deadline, say, waker.pause, config.rollcall.probe, keep)
+                return judge.preside(node, terms, listener, deadline, say, pause, config.rollcall.probe, keep)
             is_store = partial(importlib.import_module("trainer.node.store").answers, seconds=_LOOK_SECONDS)
-            last_word = partial(self.folder.last_word, self.start, self.born)
-            return rollcall.join(node, terms, deadline, waker.pause, is_store, last_word)
+            return rollcall.join(node, terms, deadline, pause, is_store)
         except FaultError as error:
             if trouble and error.exit_code.retryable:  # the others could not be told
                 raise trouble from None
             raise
+
+    def _pause(self, seconds: float) -> None:
+        """Sleep as part of a wait that a stop request ends."""
+        self.waker.wait(seconds)
+        if self.waker.waiting:
+            cause = f"{self.waker.waiting.pop(0).name} before the ranks were started"
+            raise self.node.fault("D8", cause, "start again to go on", ExitCode.STOPPED)
 
     def _terms(self, trouble: Fault | None, found: gpus.Gpus | None) -> rollcall.Terms:
         config = self.config
@@ -178,13 +170,13 @@ class _Node:
         for warning in warnings:
             say(f"[{self.node.host}] warning: {warning}")
         return rollcall.Terms(
-            self.attempt,
+            self.record.attempt,
             parity.facts(changed(config), script, modules, sys.modules["torch"]),
             prepare.traits(os.environ, found),
             warnings,
             config.rollcall.parity == "warn",
             trouble,
-            self.job,
+            self.record.job,
             self.folder,
             network.named_address(os.environ),
         )
@@ -208,9 +200,8 @@ class _Node:
 
     def _train(self, watch: Watch) -> int:
         node, attempt = self.node, watch.roll.attempt
-        self.attempt = attempt
-        facts = {"attempt": attempt, "node_rank": node.node_rank, "host": node.host}
-        self.folder.event("node_start", **facts, pid=os.getpid(), nnodes=node.nnodes, identity=node.source)
+        self.record.attempt = attempt
+        self.record.begin(node.node_rank, node.host, node.nnodes, node.source)
         reason = ranks.unsafe_to_fork()
         if reason:
             say(f"[{node.host}] starting ranks as fresh processes, which is slower than forking them: {reason}")
@@ -227,7 +218,7 @@ class _Node:
             code, fault = (fault.exit_code, fault) if fault else watch.run()
         finally:
             watch.kill()
-        self.end(code, fault.line() if fault else None)
+        self.record.end(node.node_rank, node.host, code, fault.line() if fault else None)
         if fault:
             watch.roll.linger()
         for text in watch.last_words:

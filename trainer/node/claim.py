@@ -21,14 +21,23 @@ def is_claim(message: Message) -> bool:
     if any(type(message.get(key)) is not kind for key, kind in _CLAIM.items()):
         return False
     told = [*message["facts"].values(), *message["traits"].values(), *message["warnings"]]
+    if message.get("trouble") is not None and not is_fault(message["trouble"]):
+        return False
     try:
-        if message.get("trouble") is not None:
-            Fault.from_json(message["trouble"])
         ipaddress.ip_address(message["address"])
-    except (ValueError, TypeError, KeyError):
+    except ValueError:
         return False
     ranks = range(message["nnodes"])
     return all(isinstance(text, str) for text in told) and message["node_rank"] in ranks and message["port"] in range(1, 1 << 16)
+
+
+def is_fault(text: Any) -> bool:
+    """Whether it is a fault as `Fault.to_json` writes it."""
+    try:
+        Fault.from_json(text)
+    except (ValueError, TypeError, KeyError):
+        return False
+    return True
 
 
 def is_answer(probed: Any) -> bool:

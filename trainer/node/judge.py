@@ -59,7 +59,10 @@ def preside(
         if not register.fault:
             register.fault = verdict.compare()
         if not register.fault and node.nnodes > 1 and probe != "off":
-            register.fault = verdict.probe(register, _STREAM_SECONDS[probe])
+            try:
+                register.fault = verdict.probe(register, _STREAM_SECONDS[probe])
+            except FaultError as error:
+                register.fault = error.fault
         fault = register.fault
         for warning in verdict.warnings:
             say(f"warning: {warning}")

@@ -15,14 +15,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import ExitCode, KitError, error_from
 from trainer.table import table
 
 _BLOCK = select.PIPE_BUF
 _PATIENCE_SECONDS = 2.0
 _LOOKS = 20
-_RECENT = 50
-_EARLIER_SECONDS = 2.0  # nodes that are started together
 
 
 @dataclass(frozen=True)
@@ -88,27 +85,6 @@ class RunFolder:
                 return None
         except OSError as error:
             return error.strerror or str(error)
-
-    def last_word(self, start: str, born: float) -> KitError | None:
-        """Why node 0 will not come, if it has ended for good: the others cannot ask it any more.
-
-        Args:
-            start: the scheduler's number of this start, or empty: then only an end that is no older than the asking node counts.
-            born: when the asking node started, in s since the epoch.
-        """
-        try:
-            lines = (self.folder / "events.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()[-_RECENT:]
-        except OSError:
-            return None
-        for line in lines:
-            with suppress(ValueError, KeyError, TypeError):  # a line that somebody else wrote
-                event = json.loads(line)
-                if event["event"] != "node_end" or event["node_rank"] or event["start"] != start or not event["fault"]:
-                    continue
-                code = ExitCode(event["exit_code"])
-                if not code.retryable and (start or event["time"] > born - _EARLIER_SECONDS):
-                    return error_from(event["fault"], code)
-        return None
 
     def report(self, nnodes: int, show: bool, report: Report) -> None:
         """Keep what came of a roll call: the outcome in the record, the whole in rollcall.json; show it if asked to."""

@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.errors import ExitCode, Fault
-from trainer.node.claim import is_answer, is_claim
+from trainer.errors import ExitCode, Fault, FaultError
+from trainer.node.claim import is_answer, is_claim, is_fault
 from trainer.node.identity import Identity
 from trainer.node.line import Line, Message
 from trainer.node.rollcall import LEAVE_SECONDS, Pause, Terms
@@ -47,7 +47,7 @@ class Register:
         Args:
             listener: node 0's port, which stays open.
             say: told every 15 s who is missing.
-            pause: called often; what it raises ends the roll call.
+            pause: called often; a fault that it raises is that of all.
         """
         self.node, self.terms, self.say, self.pause = node, terms, say, pause
         self.fault: Fault | None = terms.trouble
@@ -93,7 +93,11 @@ class Register:
         while len(self._callers) + 1 < self.node.nnodes and time.monotonic() < deadline:
             if self.fault:
                 deadline = min(deadline, time.monotonic() + LEAVE_SECONDS)
-            if any(caller.gone for caller in self._turn()):  # a rank is free again: a scheduler may start it anew
+            try:
+                turned = self._turn()
+            except FaultError as error:
+                self.fault, turned = self.fault or error.fault, []
+            if any(caller.gone for caller in turned):  # a rank is free again: a scheduler may start it anew
                 self._callers = {rank: caller for rank, caller in self._callers.items() if not caller.gone}
             if time.monotonic() - said > _SAY_SECONDS:
                 said = time.monotonic()
@@ -120,7 +124,7 @@ class Register:
                 host = caller.claim["host"] if caller.claim else ""
                 fault = Fault("C3", host, cause, "look at its log", ExitCode.NODE_LOST, node_rank=rank)
                 self.fault = self.fault or fault
-        return {rank: caller.said.pop(0) for rank, caller in callers.items() if caller.said}
+        return {rank: said for rank, caller in callers.items() if caller.said and "probed" in (said := caller.said.pop(0))}
 
     def dismiss(self, verdict: Message) -> None:
         """Give the verdict to all who are here, and let them go together."""
@@ -166,6 +170,9 @@ class Register:
                 if caller.claim is None:
                     self._admit(caller, message)
                 elif message.get("read") is True or is_answer(message.get("probed")):
+                    caller.said.append(message)
+                elif is_fault(message.get("trouble")):
+                    self.fault = self.fault or Fault.from_json(message["trouble"])
                     caller.said.append(message)
                 else:
                     raise ConnectionError("no answer")

@@ -11,10 +11,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any
 
-from trainer.errors import ExitCode, Fault, FaultError, KitError
+from trainer.errors import ExitCode, Fault, FaultError
 from trainer.node.identity import Identity
 from trainer.node.line import Line, Message
 from trainer.node.logs import RunFolder
@@ -25,7 +24,6 @@ RETRY_SECONDS = 0.5
 LEAVE_SECONDS = 5.0  # all who came hear the verdict before the first one leaves: a scheduler then ends the others
 _LATE_SECONDS = 60.0  # after the last could come: for the probe, and ways that are measured again
 _TICK_SECONDS = 0.1
-_ASK_SECONDS = 2.0
 
 Pause = Callable[[float], None]
 
@@ -61,7 +59,6 @@ def join(
     deadline: float,
     pause: Pause = time.sleep,
     is_store: Callable[[str, int], bool] = lambda address, port: False,
-    last_word: Callable[[], KitError | None] = lambda: None,
 ) -> Place:
     """Reach node 0, report in and wait for its verdict.
 
@@ -70,15 +67,13 @@ def join(
 
     Args:
         deadline: time.monotonic() at which to give up, and node 0 stops waiting.
-        pause: sleeps between looks; what it raises ends the wait.
+        pause: sleeps between looks; a fault that it raises is told to node 0, if that can be, and ends this node.
         is_store: whether torch's store answers at an address.
-        last_word: why node 0 has ended already, where it could tell.
 
     Raises:
         FaultError: node 0 cannot be reached; somebody is missing or differs, or two nodes claim one rank: then the same on every
             node that came.
     """
-    pause = partial(_pause, pause, _Seldom(last_word))
     lost: FaultError | None = None  # node 0 was there, so that is the cause and not what is met at its port now
     while True:
         found = attempt(node, terms, deadline, pause, is_store)
@@ -88,25 +83,6 @@ def join(
         if time.monotonic() + RETRY_SECONDS > deadline:
             raise lost or found
         pause(RETRY_SECONDS)
-
-
-class _Seldom:
-    """Asks why node 0 has ended, but not all the time: the answer is in a file on storage that many share."""
-
-    def __init__(self, last_word: Callable[[], KitError | None]) -> None:
-        self.last_word, self.next = last_word, time.monotonic() + _ASK_SECONDS
-
-    def __call__(self) -> None:
-        """Raise it, if there is an answer."""
-        if time.monotonic() > self.next:
-            self.next = time.monotonic() + _ASK_SECONDS
-            if ended := self.last_word():
-                raise ended
-
-
-def _pause(pause: Pause, ask: Callable[[], None], seconds: float) -> None:
-    pause(seconds)
-    ask()
 
 
 def attempt(
@@ -133,11 +109,13 @@ def attempt(
     with attendance:
         try:
             return attendance.attend()
-        except _NoAnswerError as error:
+        except (_NoAnswerError, _LostError) as error:
+            if attendance.trouble:
+                raise attendance.trouble from None
+            if isinstance(error, _LostError):
+                cause = f"lost node 0 during the roll call: {node.address} does not answer any more"
+                return node.fault("C3", cause, "look at node 0's log", ExitCode.NODE_LOST)
             return _who_answers(node, is_store(attendance.master, node.master_port), str(error))
-        except _LostError:
-            cause = f"lost node 0 during the roll call: {node.address} does not answer any more"
-            return node.fault("C3", cause, "look at node 0's log", ExitCode.NODE_LOST)
 
 
 def _who_answers(node: Identity, is_store: bool, said: str) -> FaultError:
@@ -164,6 +142,7 @@ class _Attendance:
         self.master = line.connection.getpeername()[0]
         self.route = line.connection.getsockname()[0]
         self.probe = Probe(terms.address or self.route)
+        self.trouble: FaultError | None = None  # that came while this node waited
 
     def __enter__(self) -> _Attendance:
         return self
@@ -188,12 +167,16 @@ class _Attendance:
             raise _NoAnswerError("it says nothing") from None
         try:
             while "probe" in (message := self._next(deadline)):
-                self.line.send({"probed": self._probed(message["probe"])})
+                try:
+                    self.line.send({"probed": self._probed(message["probe"])})
+                except FaultError as error:
+                    self._tell(error)
             return self._verdict(message)
         except ConnectionError:
             raise _LostError from None
         except TimeoutError:
-            raise self.node.fault("A12", "node 0 gave no verdict in time", "look at node 0's log", ExitCode.JOIN) from None
+            late = self.node.fault("A12", "node 0 gave no verdict in time", "look at node 0's log", ExitCode.JOIN)
+            raise self.trouble or late from None
 
     def _claim(self) -> dict[str, Any]:
         node, terms = self.node, self.terms
@@ -204,11 +187,19 @@ class _Attendance:
 
     def _next(self, deadline: float) -> Message:
         while (message := self.line.receive()) is None:
-            self.pause(0)
+            try:
+                self.pause(0)
+            except FaultError as error:
+                self._tell(error)
+                deadline = min(deadline, time.monotonic() + 2 * LEAVE_SECONDS)
             if time.monotonic() > deadline:
                 raise TimeoutError
             self.line.wait(_TICK_SECONDS)
         return message
+
+    def _tell(self, trouble: FaultError) -> None:
+        self.trouble = trouble
+        self.line.send({"trouble": trouble.fault.to_json()})
 
     def _probed(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         clock, folder = time.time(), self.terms.folder

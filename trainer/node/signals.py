@@ -12,13 +12,6 @@ from pathlib import Path
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-class StopRequest(Exception):  # noqa: N818 (it is no error)
-    """A stop signal came before there was anything to save."""
-
-    def __init__(self, number: signal.Signals) -> None:
-        super().__init__(number.name)
-
-
 class Signals:
     """Catches the stop signals and the ends of children; wakes the watch at once."""
 
@@ -49,13 +42,3 @@ class Signals:
         if self._selector.select(seconds):
             with suppress(BlockingIOError):
                 os.read(self.reader, 4096)
-
-    def pause(self, seconds: float) -> None:
-        """Sleep as part of a wait that a stop request ends.
-
-        Raises:
-            StopRequest: one came.
-        """
-        self.wait(seconds)
-        if self.waiting:
-            raise StopRequest(self.waiting[0])
