@@ -84,6 +84,7 @@ lint: $(VENV)/.test
 bench: $(VENV)/.train
 	$(BIN)/python -m bench.loop
 	$(BIN)/python -m bench.rollcall
+	$(BIN)/python -m bench.checkpoint
 
 # The tested versions of everything, a few GB with CUDA, once.
 $(VENV)/.train: pyproject.toml constraints.txt

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+
+from trainer.train.distributed import World, joined
 
 Block = Callable[[], None]
 
@@ -20,6 +25,17 @@ class Ratio:
 
     def __str__(self) -> str:
         return f"{self.median:.3f} [{self.lower:.3f}..{self.upper:.3f}]"
+
+
+@contextmanager
+def one_rank() -> Iterator[World]:
+    """A process group of one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    with joined(0, 60) as world:
+        yield world
 
 
 def cpu_seconds(block: Block) -> float:

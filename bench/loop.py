@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
-import socket
 import tempfile
 from pathlib import Path
 
@@ -22,11 +20,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.interleave import ratios
+from bench.interleave import one_rank, ratios
 from trainer.config import Training
 from trainer.train.batches import GlobalOrder, Loading, TensorImages
 from trainer.train.checkpoint import Checkpointer
-from trainer.train.distributed import World, joined
+from trainer.train.distributed import World
 from trainer.train.loop import Loop, StepOptions
 from trainer.train.models import linear
 from trainer.train.optim import LearningRate, Schedule
@@ -90,11 +88,7 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    with joined(0, 60) as world, tempfile.TemporaryDirectory() as folder:
+    with one_rank() as world, tempfile.TemporaryDirectory() as folder:
         bare, kit = Bare(arguments.steps), Kit(world, arguments.steps, Path(folder))
         with kit.run.reporting(Path(folder)), kit.stop:
             bare(), kit()  # warm up

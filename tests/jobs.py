@@ -13,6 +13,7 @@ import torch
 
 from tests.conftest import DIGITS, ROOT
 from tests.conftest import wait_until as wait_until
+from trainer.train.parts import read
 
 TRAINER = [sys.executable, "-m", "trainer"]
 SHORT = [str(DIGITS), "training.max_steps=20", "training.log_every_steps=1"]  # a run of a second or two
@@ -69,8 +70,7 @@ def losses(run: Path) -> list[tuple[int, float]]:
 
 
 def saved(run: Path) -> dict[str, torch.Tensor]:
-    state: dict[str, Any] = torch.load(run / "checkpoints" / "latest" / "state.pt", weights_only=True)
-    return dict(state["model"])
+    return dict(read(run / "checkpoints" / "latest")["model"])
 
 
 def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor], within: float = 0) -> bool:

@@ -7,10 +7,11 @@ import pytest
 
 from tests.conftest import DIGITS
 from tests.forked import on_ranks
-from tests.jobs import TRAINER, finish, overrides, start
+from tests.jobs import TRAINER, finish, logs, metrics, overrides, start, wait_until
 from trainer.errors import ExitCode
 from trainer.train.distributed import World
 from trainer.train.stop import SIGNALS, StopSignal
+from trainer.train.stored import steps
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -48,3 +49,30 @@ def test_a_stop_while_the_libraries_are_loaded_is_a_stop(folder: Path) -> None:
     process.send_signal(signal.SIGUSR1)
     code, output = finish(process)
     assert code == ExitCode.STOPPED and "SIGUSR1 before the ranks were started" in output, output
+
+
+def test_the_file_and_the_end_of_the_time_are_requests_too(folder: Path) -> None:
+    with StopSignal(World(), folder / "stop") as stop:
+        assert stop.reason is None
+        (folder / "stop").touch()
+        assert stop.reason == f"the file {folder}/stop"
+    for left, saves, wanted in ((100, 20, None), (100, 40, "the end of its time"), (20, 0, "the end of its time")):
+        assert StopSignal(World(), None, time.time() + left, lambda saves=saves: saves).reason == wanted  # type: ignore[misc]
+
+
+def test_a_run_with_a_stop_file_saves_ends_and_starts_again_when_it_is_gone(folder: Path) -> None:
+    run, setting = folder / "run", "training.epochs=100000"
+    process = start(*TRAINER, "run", str(DIGITS), overrides(run), setting)
+    assert wait_until(lambda: len(metrics(run)) > 1, 60)
+    (run / "stop").touch()
+    code, output = finish(process)
+    step = int(output.rpartition("at step ")[2].partition(" ")[0])
+    assert code == ExitCode.STOPPED and f"stopped by the file {run}/stop" in output and steps(run / "checkpoints")[-1] == step, (
+        output
+    )
+    code, output = finish(start(*TRAINER, "run", str(DIGITS), overrides(run), setting))
+    assert code == ExitCode.CONFIG and f"error: {run}/stop: the run is stopped while this file is there; remove it" in output
+    (run / "stop").unlink()
+    end = str(time.time() + 45)
+    code, output = finish(start(*TRAINER, "run", str(DIGITS), overrides(run), setting, TRAINER_END_TIME=end))
+    assert code == ExitCode.STOPPED and f"resuming at step {step}" in logs(run) and "stopped by the end of its time" in output

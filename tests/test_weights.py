@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,19 @@ from trainer.cli import main
 from trainer.errors import ConfigError
 from trainer.train.checkpoint import Checkpointer
 from trainer.train.distributed import World
-from trainer.train.stored import STATE, name_of
+from trainer.train.stored import name_of, part_name
 from trainer.train.weights import export, load
 
 
 def net(classes: int = 4) -> nn.Module:
     torch.manual_seed(classes)
     return nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, classes))
+
+
+def store(run: Path, step: int, state: dict[str, Any]) -> None:
+    with closing(Checkpointer(run / "checkpoints", World())) as checkpoints:
+        checkpoints.save(step, state, {})
+        checkpoints.finish()
 
 
 def write(run: Path, *steps: int, average: bool = False) -> nn.Module:
@@ -36,7 +43,7 @@ def write(run: Path, *steps: int, average: bool = False) -> nn.Module:
             for parameter in model.parameters():
                 parameter += 1
         mean = {name: value * 0 for name, value in model.state_dict().items()} if average else None
-        Checkpointer(run / "checkpoints", World()).save(step, {"model": model.state_dict(), "average": mean}, {})
+        store(run, step, {"model": model.state_dict(), "average": mean})
     return model
 
 
@@ -66,7 +73,7 @@ def test_an_earlier_step_the_average_and_what_is_not_there(tmp_path: Path) -> No
 
 def test_a_tied_weight_is_exported_under_both_names(tmp_path: Path) -> None:
     weight = torch.ones(3, 3)
-    Checkpointer(tmp_path / "checkpoints", World()).save(1, {"model": {"in": weight, "out": weight}, "average": None}, {})
+    store(tmp_path, 1, {"model": {"in": weight, "out": weight}, "average": None})
     export(tmp_path / "checkpoints", tmp_path / "m.safetensors")
     assert set(load_file(tmp_path / "m.safetensors")) == {"in", "out"}
 
@@ -126,7 +133,7 @@ def test_what_does_not_fit_is_named(content: Any, words: str, tmp_path: Path) ->
 
 def test_checkpoints_are_listed_with_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, 5, 10, 15)
-    state = tmp_path / "checkpoints" / name_of(10) / STATE
+    state = tmp_path / "checkpoints" / name_of(10) / part_name(0)
     state.write_bytes(state.read_bytes()[:-7])
     assert main(["checkpoints", str(tmp_path)]) == 0
     head, first, second, third = capsys.readouterr().out.splitlines()

@@ -193,6 +193,11 @@ class Config(Section):
         """The run's folder when nobody has made a new one."""
         return self.run_dir or f"{self.runs_dir}/{self.name}"
 
+    @property
+    def stop_file(self) -> str:
+        """While it is there, the run is stopped: it saves, ends, and does not start again."""
+        return f"{self.folder}/stop"
+
     @model_validator(mode="after")
     def _whole(self) -> Config:
         if self.entrypoint != TRAIN and not self.entrypoint.endswith(".py"):
@@ -204,10 +209,10 @@ class Config(Section):
             if self.entrypoint_args:
                 raise ValueError(f"entrypoint_args={self.entrypoint_args}: {TRAIN} takes none; remove them")
             accumulation_steps(self.training.batch_size, self.training.micro_batch_size, self.world_size)
-        if self.backend == "slurm" and self.slurm.signal_seconds >= self.resources.time_minutes * 60:
+        if self.backend == "slurm" and self.slurm.signal_seconds >= self.resources.slurm_minutes * 60:
             raise ValueError(
                 f"slurm.signal_seconds={self.slurm.signal_seconds}: the warning would come before the job starts "
-                f"(resources.time_minutes={self.resources.time_minutes}); make it shorter"
+                f"(resources.time_minutes={self.resources.slurm_minutes}); make it shorter"
             )
         if self.model and self.model.sync_batchnorm and not self.resources.gpus_per_node:
             raise ValueError("model.sync_batchnorm=true: SyncBatchNorm runs on GPUs only; set resources.gpus_per_node")

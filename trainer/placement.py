@@ -32,13 +32,18 @@ class Resources(Section):
     """CPU cores to ask for on each node; null: what the scheduler gives."""
     memory_gb_per_node: PositiveFloat | None = None
     """Memory to ask for on each node, in GB; null: what the scheduler gives."""
-    time_minutes: PositiveInt = 60
-    """Time limit of the job."""
+    time_minutes: PositiveInt | None = None
+    """Time limit of the job, before which it saves and stops; null: none, and 60 on Slurm."""
 
     @property
     def ranks(self) -> int:
         """Ranks on each node, with the default filled in."""
         return self.ranks_per_node or max(1, self.gpus_per_node)
+
+    @property
+    def slurm_minutes(self) -> int:
+        """The limit to ask Slurm for."""
+        return self.time_minutes or 60
 
     @model_validator(mode="after")
     def _devices(self) -> Resources:

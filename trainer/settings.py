@@ -105,6 +105,16 @@ def check_resume(config: Config, folder: Path) -> None:
             )
 
 
+def refuse_stopped(config: Config) -> None:
+    """Refuse to start a run that was stopped by its stop file.
+
+    Raises:
+        ConfigError: the file is still there.
+    """
+    if os.path.exists(config.stop_file):  # noqa: PTH110 (any length)
+        raise ConfigError(f"{config.stop_file}: the run is stopped while this file is there; remove it to go on")
+
+
 def _is_override(argument: str | Path) -> bool:
     return isinstance(argument, str) and bool(_OVERRIDE.match(argument)) and not os.path.isfile(argument)  # noqa: PTH113 (any length)
 

@@ -16,6 +16,8 @@ class Checkpoint(Section):
     """Save every so many optimizer steps; the end and a stop signal save too."""
     keep_last: Annotated[int, Field(ge=2)] = 3
     """How many to keep; at least 2, so that a damaged newest one has one before it."""
+    on_failure: Literal["stop", "continue"] = "stop"
+    """What a save that failed (no space, storage that cannot be written) does to the run. The checkpoints before it stand."""
     resume: Literal["auto", "required"] = "auto"
     """auto: go on from the newest whole checkpoint if there is one; required: refuse to start at step 0."""
 

@@ -129,7 +129,7 @@ def _flags(submission: Submission, run_dir: str) -> list[str]:
         "gpus-per-node": resources.gpus_per_node or None,
         "cpus-per-task": resources.cpus_per_node,
         "mem": f"{max(1, int(resources.memory_gb_per_node * 1024))}M" if resources.memory_gb_per_node else None,
-        "time": resources.time_minutes,
+        "time": resources.slurm_minutes,
         "partition": slurm.partition,
         "account": slurm.account,
         "qos": slurm.qos,

@@ -20,7 +20,7 @@ from trainer.node.guard import Guard
 from trainer.node.identity import Identity, identify
 from trainer.node.logs import RunFolder, say
 from trainer.node.record import Attentive, Record
-from trainer.settings import changed, check_resume, dump_config, load_config
+from trainer.settings import changed, check_resume, dump_config, load_config, refuse_stopped
 
 if TYPE_CHECKING:
     from trainer.node.store import Roll
@@ -46,6 +46,7 @@ def _main(arguments: list[str]) -> int:
     try:
         config = load_config(*arguments)
         record = Record(RunFolder(Path(config.folder)))
+        refuse_stopped(config)
         gpus = config.resources.gpus_per_node if config.training.device == "auto" else 0
         place = identify(os.environ, config.resources.nodes, config.resources.ranks, config.backend == "local", gpus)
         node = _Node(config, place, record)

@@ -65,6 +65,7 @@ class Loop:
         self._autocast = torch.autocast(world.device.type, dtype=kind) if kind else None
         self._scaler = torch.amp.GradScaler(world.device.type) if options.precision == "fp16" else None
         self._parameters = list(model.parameters())
+        self.before_update: Callable[[], None] = lambda: None  # called before weights or their average change
         self._window = Window(world.device)
         self._memory_format = torch.channels_last if options.channels_last else torch.preserve_format
         self._moves = world.device.type != "cpu" or len(world.devices) > 1 or options.channels_last
@@ -109,6 +110,7 @@ class Loop:
         (self._scaler.scale(loss) if self._scaler else loss).backward()  # type: ignore[no-untyped-call]
 
     def _update_weights(self) -> None:
+        self.before_update()
         norm = self.options.grad_clip_norm
         if self._scaler is None:
             if norm is not None:
@@ -156,6 +158,7 @@ class Loop:
 
     def _swap_average(self) -> None:
         if self.average is not None:
+            self.before_update()
             self.average.swap(self.bare)
 
     def _share_buffers(self) -> None:
@@ -165,11 +168,13 @@ class Loop:
                 torch.distributed.broadcast(buffer, src=0)
 
     def state(self) -> dict[str, Any]:
-        """What is equal on all ranks. Every rank must call it."""
+        """What is equal on all ranks, as it is: tensors are the loop's own until the next `before_update`; buffers, which a
+        forward pass changes, are copies. Every rank must call it."""
         self._share_buffers()
+        buffers = {name for name, _ in self.bare.named_buffers()}
         return {
             "updates": self.updates,
-            "model": self.bare.state_dict(),
+            "model": {name: v.clone() if name in buffers else v for name, v in self.bare.state_dict().items()},
             "average": self.average.average if self.average else None,
             "optimizer": self.optimizer.state_dict(),
             "scaler": self._scaler.state_dict() if self._scaler else None,

@@ -56,6 +56,7 @@ class Run:
         self._evaluate_every = cadence.evaluate_every_epochs * order.steps_per_epoch
         self._micro_batches = batches(training, order.micro_batches(loop.step, total_steps), order.seed, loading)
         self._report: _Reporter | None = None
+        loop.before_update = saver.join
 
     def go(self, stop: StopSignal, folder: Path, tensorboard: bool = False) -> bool:
         """Train to the end or to a stop; returns whether it was stopped before the end."""
@@ -63,8 +64,9 @@ class Run:
         with self.reporting(folder, tensorboard):
             while self.loop.step < self.total and not stopped:
                 stopped = self.advance(stop)
+            self.saver.finish()
         if stopped and self.world.rank == 0:
-            name = stop.caught.name if stop.caught else "a signal to another rank"
+            name = stop.reason or "a signal to another rank"
             logger.warning("stopped by %s at step %d of %d, saved; start again to go on", name, self.loop.step, self.total)
         return stopped
 
@@ -110,7 +112,8 @@ class Run:
             "batch_size": order.batch_size,
             "seed": order.seed,
         }
-        self.saver.save(step, {**position, **self.loop.state()}, {**self.loop.own_state(), "random": random_state()})
+        own = {**self.loop.own_state(), "random": random_state()}
+        self.saver.save(step, {**position, **self.loop.state()}, own, behind=True)
 
 
 class _Reporter:

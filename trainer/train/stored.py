@@ -1,25 +1,75 @@
 """What lies in a checkpoint folder, told without loading it: names, manifests, what is whole and what is damaged. No torch.
 
-checkpoints/step-00000200/state.pt        tensors and plain types only: loads with weights_only=True
-checkpoints/step-00000200/manifest.json   step, and size and sha256 of each file
-checkpoints/latest -> step-00000200       for people; a resume looks for the newest whole one itself
+checkpoints/step-00000200/part-00003.safetensors   what rank 3 wrote: its share of the tensors, and its own state
+checkpoints/step-00000200/manifest.json            step, and size and sha256 of each part
+checkpoints/step-00000200.MARK.tmp                 one that is being written, or never became whole
+checkpoints/step-00000200.damaged                  one that was found to be, for whoever wants to look
+checkpoints/latest -> step-00000200                for people; a resume looks for the newest whole one itself
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from trainer.errors import ConfigError
 
-STATE, MANIFEST, LATEST = "state.pt", "manifest.json", "latest"
+MANIFEST, LATEST = "manifest.json", "latest"
 
 
 def name_of(step: int) -> str:
     """The name of a step's checkpoint."""
     return f"step-{step:08d}"
+
+
+def part_name(rank: int) -> str:
+    """The name of the file that a rank writes."""
+    return f"part-{rank:05d}.safetensors"
+
+
+def part_files(checkpoint: Path) -> list[Path]:
+    """All parts, by rank."""
+    return sorted(checkpoint.glob("part-*.safetensors"))
+
+
+def staging_name(step: int, mark: str) -> str:
+    """The name of a checkpoint that is not whole yet; `mark` keeps apart those of different starts."""
+    return f"{name_of(step)}.{mark}.tmp"
+
+
+def staging_steps(folder: Path) -> Iterator[tuple[Path, int]]:
+    """Folder and step of all that are not whole yet, or never became so."""
+    for path in folder.glob("step-????????.*.tmp"):
+        yield path, int(path.name[5:13])
+
+
+def remove(path: Path) -> None:
+    """Delete a folder or file, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def newest_of(folder: Path, warn: Callable[[str], None], step: int | None = None) -> int | None:
+    """The step of the newest whole checkpoint (or of one that is asked for), or None. What is damaged is told, and set aside."""
+    found = steps(folder)
+    for number in reversed(found):
+        if step not in (None, number):
+            continue
+        if (wrong := problem(folder / name_of(number))) is None:
+            if step is None and number != found[-1]:
+                warn(f"using the checkpoint of step {number}; {found[-1] - number} steps are lost")
+            return number
+        warn(f"checkpoint of step {number} is damaged: {wrong}")
+        aside = (folder / name_of(number)).with_suffix(".damaged")
+        remove(aside)
+        (folder / name_of(number)).rename(aside)
+    return None
 
 
 def steps(folder: Path) -> list[int]:

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from trainer.errors import ConfigError
-from trainer.train.stored import STATE, newest_whole
+from trainer.train.parts import read
+from trainer.train.stored import newest_whole
 
 SAFE = ".safetensors"
 # What wrappers put in front of names, and the keys under which others keep a state dict.
@@ -36,7 +37,7 @@ def export(checkpoints: Path, out: Path, step: int | None = None, average: bool 
         ConfigError: there is none, or the file cannot be written.
     """
     chosen = newest_whole(checkpoints, step)
-    state = torch.load(chosen / STATE, map_location="cpu", weights_only=True)
+    state = read(chosen)
     weights = {name: value.contiguous() for name, value in ((average and state["average"]) or state["model"]).items()}
     partial = out.with_name(f".{out.name}.tmp")
     try:
