@@ -1,9 +1,10 @@
 import random
+from itertools import chain
 
 import numpy
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
@@ -55,6 +56,36 @@ def test_starting_in_the_middle_goes_on_as_if_never_stopped(first: int) -> None:
     order = GlobalOrder(103, 8, 2, 1, 2, seed=3)
     whole = [(epoch, indices.tolist()) for epoch, indices in order.micro_batches(0, 30)]
     assert [(epoch, indices.tolist()) for epoch, indices in order.micro_batches(first, 30)] == whole[first * 2 :]
+
+
+@given(
+    st.integers(8, 150),
+    st.sampled_from([4, 8, 12, 16]),
+    st.lists(st.tuples(st.integers(1, 30), st.sampled_from([1, 2, 4])), min_size=1, max_size=5),
+    st.integers(0, 3),
+)
+@example(103, 8, [(6, 4), (3, 2), (20, 4)], 0)
+def test_stops_and_other_world_sizes_leave_the_order_as_it_is(
+    samples: int, batch_size: int, parts: list[tuple[int, int]], seed: int
+) -> None:
+    """Stopped and resumed on another number of ranks, again and again: the same samples in the same global batches, in every
+    epoch each at most once, all but the tail; and the next epoch in another order."""
+    samples, arguments = max(samples, batch_size), {"batch_size": batch_size, "seed": seed}
+    total = sum(steps for steps, _ in parts)
+    whole = GlobalOrder(samples, **arguments, accumulation=1, rank=0, world_size=1)
+    seen, first = [], 0
+    for steps, ranks in parts:
+        orders = [GlobalOrder(samples, **arguments, accumulation=1, rank=rank, world_size=ranks) for rank in range(ranks)]
+        micros = [[indices.tolist() for _, indices in order.micro_batches(first, first + steps)] for order in orders]
+        seen += [list(chain.from_iterable(micro[step] for micro in micros)) for step in range(steps)]
+        first += steps
+    assert seen == [whole.global_batch(step).tolist() for step in range(total)]
+    length = whole.steps_per_epoch
+    epochs = [list(chain.from_iterable(seen[step : step + length])) for step in range(0, total, length)]
+    for epoch in epochs:
+        assert len(set(epoch)) == len(epoch)
+    if total >= 2 * length:
+        assert len(epochs[0]) == samples // batch_size * batch_size and epochs[0] != epochs[1]
 
 
 def test_a_batch_larger_than_the_data_is_refused() -> None:
