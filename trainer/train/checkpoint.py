@@ -131,9 +131,11 @@ class Checkpointer:
             logger.info("no checkpoint in %s: starting at step 0", self.folder)
             return None
         path = self.folder / name
-        if not path.is_dir():
-            raise ConfigError(f"run_dir: {path} is not visible on {self.world.host}; put run_dir on storage that all nodes share")
-        state = read(path)
+        try:
+            state = read(path)
+        except OSError as error:
+            where = f"{error.filename or path} cannot be read on {self.world.host} ({error.strerror or error})"
+            raise ConfigError(f"run_dir: {where}; put run_dir on storage that all nodes share") from None
         logger.info("resuming at step %d from %s", state["step"], path)
         return state
 
@@ -171,6 +173,8 @@ class Checkpointer:
                 with torch.cuda.stream(stream):
                     self._fill(tensors, layout)
                 stream.synchronize()
+                for device in self.world.devices[1:]:  # what lies there was copied on that device's own stream
+                    torch.cuda.current_stream(device).synchronize()
             else:
                 self._fill(tensors, layout)
             assert self._writer is not None

@@ -65,7 +65,7 @@ class Loop:
         self._autocast = torch.autocast(world.device.type, dtype=kind) if kind else None
         self._scaler = torch.amp.GradScaler(world.device.type) if options.precision == "fp16" else None
         self._parameters = list(model.parameters())
-        self.before_update: Callable[[], None] = lambda: None  # called before weights or their average change
+        self.before_update: Callable[[], None] = lambda: None  # called before the weights change, in a step or for an evaluation
         self._window = Window(world.device)
         self._memory_format = torch.channels_last if options.channels_last else torch.preserve_format
         self._moves = world.device.type != "cpu" or len(world.devices) > 1 or options.channels_last
@@ -142,6 +142,7 @@ class Loop:
 
         Runs the bare module, so that ranks may have different numbers of batches. Every rank must call it.
         """
+        self.before_update()  # the average is swapped in, and loader workers are forked: nothing else may be under way
         self._share_buffers()
         mine = torch.arange(self.world.rank, len(dataset), self.world.world_size)  # type: ignore[arg-type]
         chosen = ((0, indices) for indices in torch.split(mine, batch_size) if len(indices))
@@ -158,7 +159,6 @@ class Loop:
 
     def _swap_average(self) -> None:
         if self.average is not None:
-            self.before_update()
             self.average.swap(self.bare)
 
     def _share_buffers(self) -> None:

@@ -109,6 +109,9 @@ def read(checkpoint: Path) -> dict[str, Any]:
     """The state of a checkpoint, on the CPU; what each rank had of its own, in rank order, is under `ranks`.
 
     It is read into memory, not mapped: the file may be deleted while tensors live on.
+
+    Raises:
+        OSError: a part cannot be read.
     """
     tensors: dict[str, torch.Tensor] = {}
     rests = []

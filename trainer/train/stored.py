@@ -32,8 +32,12 @@ def part_name(rank: int) -> str:
 
 
 def part_files(checkpoint: Path) -> list[Path]:
-    """All parts, by rank."""
-    return sorted(checkpoint.glob("part-*.safetensors"))
+    """All parts that belong to a whole checkpoint, by rank.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    return sorted(checkpoint / name for name in json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["files"])
 
 
 def staging_name(step: int, mark: str) -> str:
