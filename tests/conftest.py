@@ -54,7 +54,10 @@ def shared(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield folder
         for user in ("root", USER):
             cluster.on(LOGIN, "scancel", f"--user={user}")
-        assert wait_until(cluster.idle, 60), cluster.on(LOGIN, "squeue").stdout
+        left = "" if wait_until(cluster.idle, 60) else cluster.on(LOGIN, "sh", "-c", "squeue; sinfo -N -o '%N %T %E'").stdout
+        if left:  # the tests after this one are not to suffer for it
+            cluster.on(LOGIN, "scontrol", "update", f"nodename={','.join(cluster.nodes)}", "state=resume", check=False)
+        assert not left, left
 
 
 class Docker:

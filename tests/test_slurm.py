@@ -292,7 +292,7 @@ def test_a_lost_node_that_comes_back_brings_no_orphan(cluster: Cluster, shared: 
         cluster.heal("node2")
     assert wait_until(cluster.idle, 150), slurm("sinfo", "-N")
     # The next attempt's step has the number of the one that still ends on node2; left alone, it would start two minutes later.
-    assert wait_until(lambda: cluster.on("node2", "pgrep", "slurmstepd", check=False).returncode == 1, 60)
+    assert wait_until(lambda: cluster.on("node2", "pgrep", "slurmstepd", check=False).returncode == 1, 200)
     let_start_now(job, run)
     assert wait_until(lambda: not queue(job), 90), queue(job) + batch_log(run)
     assert losses(run) == losses(uninterrupted) and equal(saved(run), saved(uninterrupted))
