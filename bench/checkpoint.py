@@ -2,7 +2,8 @@
 
 A model of 100.7 M parameters with AdamW (1.2 GB of state) trains on one core; each way saves once a round, all ways in turn.
 stall: what the save takes from the loop, which is its call and, for the kit, the wait before the weights change in the next step.
-durable: from the call until the files are synced and have their names; raw: a plain write and fsync of the same bytes.
+durable: from the call until the files are synced and have their names; raw: a plain write and fsync of as many bytes, beside the
+training as the others are.
 beside: how much longer a step takes while the save is under way, in % of a step.
 
     python -m bench.checkpoint [--rounds 5] [--width 4096] [--batch 32] [--folder DIR]
@@ -20,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -92,15 +94,23 @@ def asynchronous(training: Training, folder: Path) -> Done:
     return future.done  # type: ignore[union-attr]
 
 
-def raw(size: int, folder: Path) -> float:
-    """Seconds of a plain write and fsync."""
+def raw(size: int, folder: Path) -> Done:
+    """A plain write and fsync of as many bytes, in a thread; two earlier files stay, as two checkpoints do."""
+    folder.mkdir(exist_ok=True)
+    durable = threading.Event()
+
+    def write() -> None:
+        with open(folder / str(time.time_ns()), "wb", buffering=0) as file:
+            for _ in range(size >> 23):
+                file.write(data)
+            os.fsync(file.fileno())
+        durable.set()
+        for old in sorted(folder.iterdir())[:-2]:
+            old.unlink()
+
     data = memoryview(bytes(1 << 23))
-    began = time.monotonic()
-    with open(folder / "raw", "wb", buffering=0) as file:
-        for _ in range(size >> 23):
-            file.write(data)
-        os.fsync(file.fileno())
-    return time.monotonic() - began
+    threading.Thread(target=write).start()
+    return durable.is_set
 
 
 def measure(training: Training, way: Callable[[], Done], waited: Callable[[], float]) -> tuple[float, float, float]:
@@ -135,20 +145,21 @@ def main() -> None:
     with one_rank() as world, tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         training, folder = Training(world, arguments.width, arguments.batch), Path(name)
         kit = Kit(training, world, folder / "kit")
-        ways = {
+        size = 12 * sum(each.numel() for each in training.loop.bare.parameters())
+        ways: dict[str, Callable[[], Done]] = {
+            "raw": partial(raw, size, folder / "raw"),
             "kit": kit,
-            "async_save": lambda: asynchronous(training, folder),
-            "torch.save": lambda: blocking(training, folder),
+            "async_save": partial(asynchronous, training, folder),
+            "torch.save": partial(blocking, training, folder),
         }
         found: dict[str, list[tuple[float, float, float]]] = {way: [] for way in ways}
         with closing(kit.saver):
             for number in range(arguments.rounds + 1):  # the first warms up
-                plain = raw(12 * sum(each.numel() for each in training.loop.bare.parameters()), folder)
                 for way, save in ways.items():
                     waited = (lambda: kit.waited) if way == "kit" else (lambda: 0.0)
-                    stall, durable, beside = measure(training, save, waited)
+                    result = measure(training, save, waited)
                     if number:
-                        found[way].append((stall, durable / plain, beside))
+                        found[way].append(result)
     report(found)
 
 
@@ -157,7 +168,9 @@ def report(found: dict[str, list[tuple[float, float, float]]]) -> None:
     stalls = {way: [stall for stall, *_ in values] for way, values in found.items()}
     for way, values in found.items():
         stall, durable, beside = (statistics.median(column) for column in zip(*values, strict=True))
-        print(f"{way:>10}: stall {stall * 1e3:7.1f} ms, durable {durable:.2f} x raw, a step beside it {beside - 1:+.0%}")
+        print(f"{way:>10}: stall {stall * 1e3:7.1f} ms, durable {durable:5.2f} s, a step beside it {beside - 1:+.0%}")
+    durable = [kit[1] / plain[1] for kit, plain in zip(found["kit"], found["raw"], strict=True)]
+    print(f"durable of the kit's / raw: {statistics.median(durable):.2f} [{min(durable):.2f}..{max(durable):.2f}]")
     for way in ("async_save", "torch.save"):
         each = [kit / other for kit, other in zip(stalls["kit"], stalls[way], strict=True)]
         print(f"stall of the kit's / {way}'s: {statistics.median(each):.4f} [{min(each):.4f}..{max(each):.4f}]")

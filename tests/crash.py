@@ -85,7 +85,7 @@ class Crashes:
         folder = self.run / "checkpoints"
         found = steps(folder)
         for step in found:
-            assert problem(folder / name_of(step)) is None
+            assert (wrong := problem(folder / name_of(step))) is None, wrong
         return max(found, default=0)
 
     def resumed(self) -> list[int]:

@@ -86,6 +86,18 @@ def test_a_final_code_of_any_node_is_the_jobs(codes: str, verdict: int, again: b
     assert ("requeueing" in ended(shared, job)) == again and exit_code(run) == verdict
 
 
+def test_the_nodes_learn_when_the_job_has_to_end(shared: Path) -> None:
+    job, run = send(shared, 'echo "$TRAINER_END_TIME" >"$RUN_DIR/end"; up; end 0', "--time=10")
+    assert wait_until(lambda: not queue(job), 30), told(shared, job)
+    assert abs(float((run / "end").read_text()) - time.time() - 600) < 60
+
+
+def test_a_run_with_a_stop_file_is_not_requeued(shared: Path) -> None:
+    job, run = send(shared, 'up; : >"$RUN_DIR/stop"; end 160')
+    assert f"ended with 160; not requeued while there is {run}/stop" in ended(shared, job)
+    assert not queue(job) and exit_code(run) == 160
+
+
 def test_a_log_that_cannot_be_written_stops_neither_the_job_nor_its_save(shared: Path) -> None:
     job, run = send(shared, "up; nap 60", "--output=/dev/full")
     assert wait_until(lambda: len(list(run.glob("logs/exit-codes-*/*"))) == 2, 20)

@@ -14,6 +14,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from trainer.errors import ConfigError
@@ -57,6 +58,15 @@ def remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+
+
+def discard(folder: Path, step: int) -> None:
+    """Delete a checkpoint: first its name, so that a kill leaves none that is only half there."""
+    aside = folder / staging_name(step, "old")
+    remove(aside)
+    with suppress(FileNotFoundError):
+        (folder / name_of(step)).rename(aside)
+    remove(aside)
 
 
 def newest_of(folder: Path, warn: Callable[[str], None], step: int | None = None) -> int | None:

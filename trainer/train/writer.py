@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.process import die_with_parent
-from trainer.train.stored import LATEST, MANIFEST, name_of, part_name, staging_steps, steps
+from trainer.train.stored import LATEST, MANIFEST, discard, name_of, part_name, staging_steps, steps
 
 _BLOCK = 1 << 23
 _LOOK_SECONDS = 0.05
@@ -114,7 +114,7 @@ def _commit(staging: Path, request: Request, inbox: Inbox) -> bool:
         entry.unlink()
     _sync_folder(staging)
     target = folder / name_of(step)
-    shutil.rmtree(target, ignore_errors=True)  # one that is damaged
+    discard(folder, step)  # one that is damaged
     staging.rename(target)
     _sync_folder(folder)
     link = folder / f"{LATEST}.tmp"
@@ -131,7 +131,7 @@ def _prune(folder: Path, newest: int, keep_last: int) -> None:
     found = steps(folder)
     kept = [step for step in found if step <= newest][-keep_last:]
     for step in set(found) - set(kept):
-        shutil.rmtree(folder / name_of(step), ignore_errors=True)
+        discard(folder, step)
     for path, step in staging_steps(folder):
         if step < newest:
             shutil.rmtree(path, ignore_errors=True)
