@@ -31,6 +31,8 @@ from trainer.train.stored import name_of, problem, staging_steps, steps
 
 EVERY = 5
 SETTINGS = (f"checkpoint.every_steps={EVERY}", "training.epochs=100000", "training.log_every_steps=1")
+# Sums over another number of ranks are rounded otherwise; with small steps that does not grow, and a step too many still shows.
+SMALL_STEPS = "optimizer.args={lr: 0.001}"
 # In the writers, which start as fresh processes: every fsync takes a while, so that most of the time a save is under way.
 SLOW = """
 import os, random, time
@@ -45,6 +47,7 @@ class Crashes:
 
     run: Path
     total: int  # steps
+    settings: list[str]
     random: random.Random
     inside: int = 0  # kills while a checkpoint was being written
     lost: list[int] = field(default_factory=list)  # steps, for each kill
@@ -63,7 +66,13 @@ class Crashes:
                     os.dup2(log, 2)
                     sys.stderr = os.fdopen(2, "w", buffering=1)  # pytest's is another one
                     code = train(
-                        [str(DIGITS), f"run_dir={json.dumps(str(self.run))}", f"training.max_steps={self.total}", *SETTINGS]
+                        [
+                            str(DIGITS),
+                            f"run_dir={json.dumps(str(self.run))}",
+                            f"training.max_steps={self.total}",
+                            *self.settings,
+                            *SETTINGS,
+                        ]
                     )
                 finally:
                     os._exit(locals().get("code", 1))
@@ -119,7 +128,9 @@ class Crashes:
 def check(folder: Path, kills: int, worlds: Sequence[int], seed: int, slow_seconds: float = 0.03) -> Crashes:
     """Run one undisturbed and one that is killed, and compare them."""
     total = 100 + 40 * kills  # more than is done between the kills
-    whole, broken = (Crashes(folder / name, total, random.Random(seed)) for name in ("whole", "broken"))
+    exact = len(worlds) == 1
+    settings, near = ([], 0.0) if exact else ([SMALL_STEPS], 1e-5)
+    whole, broken = (Crashes(folder / name, total, settings, random.Random(seed)) for name in ("whole", "broken"))
     for each in (whole, broken):
         each.run.mkdir()
     whole.crash(0, worlds)
@@ -131,12 +142,11 @@ def check(folder: Path, kills: int, worlds: Sequence[int], seed: int, slow_secon
     finally:
         os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
     assert [record["step"] for record in metrics(broken.run)] == list(range(1, total + 1)), "each step once"
-    exact, near = len(worlds) == 1, 1e-4
     for first, second in zip(metrics(whole.run), metrics(broken.run), strict=True):
-        assert first["lr"] == second["lr"] and (first["loss"] == second["loss"] or not exact)
+        assert first["lr"] == second["lr"] and abs(first["loss"] - second["loss"]) <= 10 * near
     for name, value in saved(whole.run).items():
         difference: Any = (value - saved(broken.run)[name]).abs().max()
-        assert difference <= (0 if exact else near), (name, difference)
+        assert difference <= near, (name, difference)
     return broken
 
 
