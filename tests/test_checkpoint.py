@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from tests.forked import on_ranks
 from trainer.errors import ConfigError, FaultError
+from trainer.train import stored
 from trainer.train.behind import Arena
 from trainer.train.checkpoint import Checkpointer
 from trainer.train.distributed import World
@@ -224,7 +225,7 @@ def test_a_writer_that_is_killed_is_told(folder: Path, saver: Any, monkeypatch: 
 @pytest.mark.parametrize("culprit", [0, 1, 2])
 @pytest.mark.parametrize("go_on", [False, True])
 def test_one_part_that_cannot_be_written_spoils_no_other_save(culprit: int, go_on: bool, folder: Path) -> None:
-    """Rank 0 waits for no part that will not come; the rank that could not write it has the reason."""
+    """Rank 0 waits for no part that will not come; all ranks have the one reason."""
     code = f"import os\nif os.environ.get('CULPRIT'):\n  def no(fd): raise OSError({errno.EIO}, 'Input/output error')\n  os.fsync = no"
     (folder / "sitecustomize.py").write_text(code)
 
@@ -243,7 +244,49 @@ def test_one_part_that_cannot_be_written_spoils_no_other_save(culprit: int, go_o
 
     found = on_ranks(3, train)
     assert [step for _, step in found] == [-1] * 3
-    assert [rank for rank, (told, _) in enumerate(found) if "Input/output error" in told] == ([] if go_on else [culprit])
+    (told,) = {told for told, _ in found}
+    assert told == "" if go_on else f" rank={culprit}: " in told and "Input/output error" in told
+    assert not list((folder / "checkpoints").iterdir())
+
+
+def test_what_ends_a_save_before_it_is_written_is_told_too(folder: Path, saver: Any) -> None:
+    checkpoints = saver(folder, go_on=True)
+    Checkpointer.save(checkpoints, 1, {"weights": torch.zeros(3, device="meta")}, {}, behind=True)
+    checkpoints.join()
+    assert not checkpoints.finish()
+    with pytest.raises(FaultError, match="step 1 could not be written .*UnpicklingError"):
+        saver(folder).save(1, {"rate": numpy.float64(0.1)}, {})  # it could be saved, and never loaded
+    checkpoints.save(2, state(2), {})
+    assert steps(checkpoints.folder) == [2]
+
+
+def test_a_writer_that_was_killed_is_replaced(folder: Path, saver: Any) -> None:
+    checkpoints = saver(folder, go_on=True)
+    checkpoints.save(1, state(1), {})
+    os.kill(checkpoints._writer._process.pid, signal.SIGKILL)
+    for step in (2, 3):
+        checkpoints.save(step, state(step), {})
+    assert steps(checkpoints.folder) == [1, 3]
+
+
+def test_what_others_put_there_does_no_harm(folder: Path, saver: Any) -> None:
+    checkpoints = saver(folder)
+    for name in ("latest", "step-backup01", "step-backup.tmp"):
+        (checkpoints.folder / name).mkdir(parents=True)
+    checkpoints.save(123456789, {**state(5), "step": 7}, {})
+    assert steps(checkpoints.folder) == [123456789] and checkpoints.load()["step"] == 123456789
+    assert (checkpoints.folder / "step-backup01").is_dir()
+
+
+def test_storage_that_does_not_answer_is_not_damage(folder: Path, saver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = saver(folder)
+    checkpoints.save(5, state(5), {})
+    monkeypatch.setattr(stored, "_sha256", lambda path: (_ for _ in ()).throw(OSError(errno.ESTALE, "Stale file handle")))
+    with pytest.raises(ConfigError, match=r"run_dir: .*Stale file handle; start again when the storage answers"):
+        checkpoints.load()
+    assert "cannot be read" in stored.listing(checkpoints.folder)
+    monkeypatch.undo()
+    assert checkpoints.load()["step"] == 5
 
 
 def test_a_save_in_flight_is_waited_for(folder: Path, saver: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from trainer.train.distributed import World
 from trainer.train.loop import Loop, StepOptions
 from trainer.train.models import lenet, split_lenet
 from trainer.train.optim import LearningRate, MovingAverage, Schedule
+from trainer.train.parts import take_apart
 from trainer.train.window import Window
 
 CPU = torch.device("cpu")
@@ -276,3 +277,20 @@ def test_the_state_at_another_world_size_keeps_the_open_window() -> None:
     loop.load_state(state)
     found = loop.training_values()
     assert found["samples"] == 48 and found["loss"] == pytest.approx(values["loss"], abs=1e-9)
+
+
+def test_a_state_stays_as_it_is_until_the_weights_change() -> None:
+    """Also the statistics of a BatchNorm that the model has under two names."""
+    shared = nn.BatchNorm2d(1)
+    body = lenet(channels=1, image_size=8, classes=10)
+    model = nn.Sequential()
+    for name, part in (("first", shared), ("again", shared), ("body", body)):
+        model.add_module(name, part)
+    loop = make_loop(World(), model=model, average=MovingAverage(model, 0.9))
+    run_steps(loop, 2)
+    tensors, _ = take_apart(loop.state())
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    seen: list[list[str]] = []
+    loop.before_update = lambda: seen.append([name for name, was in before.items() if not torch.equal(was, tensors[name])])
+    run_steps(loop, 1)
+    assert seen[0] == [] and any(not torch.equal(was, tensors[name]) for name, was in before.items())

@@ -105,13 +105,16 @@ def check_resume(config: Config, folder: Path) -> None:
             )
 
 
-def refuse_stopped(config: Config) -> None:
+def refuse_stopped(config: Config, there: bool) -> None:
     """Refuse to start a run that was stopped by its stop file.
 
+    Args:
+        there: whether the file is still there.
+
     Raises:
-        ConfigError: the file is still there.
+        ConfigError: it is.
     """
-    if os.path.exists(config.stop_file):  # noqa: PTH110 (any length)
+    if there:
         raise ConfigError(f"{config.stop_file}: the run is stopped while this file is there; remove it to go on")
 
 

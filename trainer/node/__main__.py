@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import socket
 import sys
@@ -13,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.config import TRAIN, Config
+from trainer.config import END_TIME, TRAIN, Config
 from trainer.errors import ExitCode, Fault, FaultError, KitError
 from trainer.node import gpus, health, judge, network, parity, prepare, ranks, rendezvous, rollcall, signals
 from trainer.node.guard import Guard
@@ -46,7 +47,7 @@ def _main(arguments: list[str]) -> int:
     try:
         config = load_config(*arguments)
         record = Record(RunFolder(Path(config.folder)))
-        refuse_stopped(config)
+        refuse_stopped(config, Path(config.stop_file).exists())
         gpus = config.resources.gpus_per_node if config.training.device == "auto" else 0
         place = identify(os.environ, config.resources.nodes, config.resources.ranks, config.backend == "local", gpus)
         node = _Node(config, place, record)
@@ -68,6 +69,8 @@ class _Node:
     def __init__(self, config: Config, node: Identity, record: Record) -> None:
         self.config, self.node, self.record, self.folder = config, node, record, record.folder
         self.unwritable: str | None = None  # why the run folder cannot be written
+        if (end := config.end_time(os.environ, record.born)) != math.inf:
+            os.environ[END_TIME] = str(end)
 
     def run(self) -> int:
         node = self.node

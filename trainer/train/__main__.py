@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 import os
 import re
 import sys
@@ -40,8 +39,6 @@ from trainer.train.weights import load
 
 logger = logging.getLogger(__name__)
 
-END_TIME = "TRAINER_END_TIME"  # set by a batch script: when the scheduler ends the job
-
 
 def main(arguments: list[str]) -> int:
     """Train; returns the exit code of this rank."""
@@ -65,13 +62,14 @@ def main(arguments: list[str]) -> int:
 def train(config: Config, world: World) -> int:
     """Train one run to its end, or to a stop signal; returns the exit code."""
     folder = Path(config.folder)
-    refuse_stopped(config)
+    end = config.end_time(os.environ, time.time())
+    refuse_stopped(config, world.from_rank_0(Path(config.stop_file).exists()))
     if world.rank == 0:
         _keep_config(config, folder)
     with ExitStack() as stack:
         keep_last, go_on = config.checkpoint.keep_last, config.checkpoint.on_failure == "continue"
         saver = stack.enter_context(closing(Checkpointer(folder / "checkpoints", world, keep_last, go_on)))
-        stop = stack.enter_context(StopSignal(world, Path(config.stop_file), _end(config), lambda: saver.seconds))
+        stop = stack.enter_context(StopSignal(world, Path(config.stop_file), end, lambda: saver.seconds))
         training, evaluation = _data(config)
         loading, micro = _loading(config, world), config.training.micro_batch_size
         check_shared_memory(training, micro or max(1, config.training.batch_size // world.world_size), loading, world)
@@ -79,19 +77,12 @@ def train(config: Config, world: World) -> int:
         order = _order(config, world, _same_on_all_ranks(config, world, samples))
         total = _total_steps(config, order)
         loop = _loop(config, world, order, total)
+        _resume(config, loop, saver, order.samples)
         if world.rank == 0 and (doubt := check_disk(saver.folder, loop.states, saver.keep_last)):
             logger.warning(f"warning: {doubt}")
-        _resume(config, loop, saver, order.samples)
         _tell(config, world, order, loop, total)
         run = Run(world, order, total, loop, saver, training, evaluation, _cadence(config), loading)
         return ExitCode.STOPPED if run.go(stop, folder, config.training.tensorboard) else ExitCode.DONE
-
-
-def _end(config: Config) -> float:
-    """When this start has to be over, in s since the epoch: as the scheduler has said, or else as the config says."""
-    if given := os.environ.get(END_TIME):
-        return float(given)
-    return time.time() + 60 * config.resources.time_minutes if config.resources.time_minutes else math.inf
 
 
 def _data(config: Config) -> tuple[Dataset[Any], Dataset[Any] | None]:

@@ -100,7 +100,8 @@ class Writer:
             answer: dict[str, Any] = json.loads(line)
             return {**answer, "size": self._size}
         code = self._process.wait()
-        return {"error": f"the writer process ended with {code}" if code >= 0 else f"the writer got {signal_name(-code)}"}
+        how = f"the writer process ended with {code}" if code >= 0 else f"the writer got {signal_name(-code)}"
+        return {"error": how, "dead": True}
 
     def close(self) -> None:
         """End it, whatever it does."""

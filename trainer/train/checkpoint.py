@@ -12,7 +12,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 from trainer.errors import ConfigError, ExitCode, Fault, FaultError
 from trainer.train.behind import Arena, Writer
 from trainer.train.distributed import World
-from trainer.train.parts import REST, Layout, lay_out, read, share_out, take_apart, to_bytes
+from trainer.train.parts import REST, Layout, from_bytes, lay_out, read, share_out, take_apart, to_bytes
 from trainer.train.stored import name_of, newest_of, remove, staging_name, staging_steps
 
 logger = logging.getLogger(__name__)
@@ -45,8 +46,10 @@ class Checkpointer:
         self._writer: Writer | None = None
         self._arena = Arena(pinned=world.device.type == "cuda")
         self._copying: threading.Thread | None = None
-        self._failure: BaseException | None = None  # of the copy
+        self._saves = 0
         self._step: int | None = None  # of the save in flight
+        self._staging = folder
+        self._answer: dict[str, Any] | None = None  # what came of this rank's part of it
 
     def save(self, step: int, state: dict[str, Any], own: dict[str, Any], behind: bool = False) -> None:
         """Begin to save. A save in flight is waited for.
@@ -63,21 +66,12 @@ class Checkpointer:
         self.finish()
         if self._is_there(step):
             return
-        rest: dict[str, Any] = {"own": own}
-        tensors, stripped = take_apart({"step": step, **state})
-        if self.world.rank == 0:
-            rest["state"] = stripped
-        mine = {name: tensors[name] for name in share_out(tensors, self.world.world_size)[self.world.rank]}
-        content = to_bytes(rest)
-        layout = lay_out(mine, len(content))
-        self._arena.reserve(layout.size)
-        self._arena.put(0, layout.header)
-        self._arena.put(layout.offsets[REST], content)
-        self._step = step
-        ready = torch.cuda.current_stream().record_event() if self._arena.pinned else None
-        self._writer = self._writer or Writer(self._arena)
-        self._copying = threading.Thread(target=self._copy, args=(mine, layout, step, ready), daemon=True)
-        self._copying.start()
+        self._step, self._answer, self._saves = step, None, self._saves + 1
+        self._staging = self.folder / staging_name(step, f"{self._mark}-{self._saves}")
+        try:
+            self._begin({**state, "step": step}, own)
+        except Exception as error:  # the other ranks are to hear of it, and not to wait for this part
+            self._answer = _failure(error)
         if not behind:
             self.join()
 
@@ -86,34 +80,34 @@ class Checkpointer:
         if self._copying:
             self._copying.join()
             self._copying = None
-            if self._failure:
-                raise self._failure
 
-    def finish(self) -> None:
-        """Wait until the save in flight is whole on disk, or has failed.
+    def finish(self) -> bool:
+        """Wait until the save in flight is whole on disk, or has failed; returns whether it is whole.
 
         Raises:
-            FaultError: it failed (unless the run is to go on).
+            FaultError: it failed (unless the run is to go on): the same on every rank.
         """
         self.join()
         if self._step is None:
-            return
-        writer, step, mine = self._writer, self._step, None
-        assert writer is not None
+            return True
         while True:
-            mine = mine or writer.answer(_TURN_SECONDS)
-            failed = mine is not None and "error" in mine
-            pending, any_failed = self.world.largest_numbers(mine is None, failed)
+            if self._answer is None and self._writer:
+                self._answer = self._writer.answer(_TURN_SECONDS)
+            mine = self._answer or {}
+            pending, failed = self.world.largest_numbers(self._answer is None, "error" in mine)
             if not pending:
                 break
-            if any_failed and self.world.rank == 0 and mine is None:
-                writer.ask({"abandon": step})
-        self._step = None
-        self.seconds = max(self.seconds, (mine or {}).get("seconds", 0.0))
+            if failed and self._answer is None and self._writer and self.world.rank == 0:
+                self._writer.ask({"abandon": self._step})
+        step, self._step = self._step, None
+        if mine.get("dead") and self._writer:
+            self._writer.close()
+            self._writer = None
         if failed:
-            self._failed(step, mine or {})
-        elif any_failed and self.world.rank == 0 and self.go_on:
-            logger.warning("the checkpoint of step %d failed on another rank; going on", step)
+            self._failed(step, mine)
+        else:
+            self.seconds = max(self.seconds, mine["seconds"])
+        return not failed
 
     def load(self, required: bool = False) -> dict[str, Any] | None:
         """The newest whole checkpoint's state, on the CPU, the same on all ranks; None if there is none.
@@ -122,7 +116,9 @@ class Checkpointer:
             ConfigError: `required` and there is none, or this rank cannot see the one that rank 0 chose.
         """
         self.finish()
-        name = self.world.from_rank_0(self._newest() if self.world.rank == 0 else None)
+        name, wrong = self._from_rank_0(self._newest)
+        if wrong:
+            raise ConfigError(f"run_dir: {wrong}; start again when the storage answers")
         if name is None:
             if required:
                 raise ConfigError(
@@ -133,8 +129,8 @@ class Checkpointer:
         path = self.folder / name
         try:
             state = read(path)
-        except OSError as error:
-            where = f"{error.filename or path} cannot be read on {self.world.host} ({error.strerror or error})"
+        except (OSError, ValueError, KeyError) as error:
+            where = f"{getattr(error, 'filename', None) or path} cannot be read on {self.world.host} ({error})"
             raise ConfigError(f"run_dir: {where}; put run_dir on storage that all nodes share") from None
         logger.info("resuming at step %d from %s", state["step"], path)
         return state
@@ -147,53 +143,106 @@ class Checkpointer:
             self._writer.close()
         self._arena.close()
 
-    def _newest(self) -> str | None:
+    def _from_rank_0(self, work: Callable[[], Any]) -> Any:
+        """Rank 0's result of work that may take longer than one collective may."""
+        found: list[Any] = []
+        working = threading.Thread(target=lambda: found.append(work()), daemon=True)
+        if self.world.rank == 0:
+            working.start()
+        while True:
+            if self.world.rank == 0:
+                working.join(_TURN_SECONDS)
+            (pending,) = self.world.largest_numbers(working.is_alive())
+            if not pending:
+                return self.world.from_rank_0(found[0] if found else None)
+
+    def _newest(self) -> tuple[str | None, str | None]:
+        """Name of the newest whole checkpoint, if there is one; or why that cannot be told."""
         for path, _ in staging_steps(self.folder):  # of a start that was killed
             remove(path)
-        found = newest_of(self.folder, logger.warning)
-        return None if found is None else name_of(found)
+        try:
+            found = newest_of(self.folder, logger.warning)
+        except OSError as error:
+            return None, str(error)
+        return (None if found is None else name_of(found)), None
 
     def _is_there(self, step: int) -> bool:
         """Whether a run that went on from an older checkpoint has come to one that is there already."""
-        there = False
-        if self.world.rank == 0 and (self.folder / name_of(step)).exists():
-            there = newest_of(self.folder, logger.warning, step) == step
         if not self._marked:
             self._mark, self._marked = self.world.from_rank_0(self._mark), True
-        (found,) = self.world.largest_numbers(there)
-        if there:
+        (exists,) = self.world.largest_numbers(self.world.rank == 0 and (self.folder / name_of(step)).exists())
+        there = bool(exists) and self._from_rank_0(lambda: self._is_whole(step))
+        if there and self.world.rank == 0:
             logger.info("checkpoint of step %d is there already", step)
-        return bool(found)
+        return bool(there)
 
-    def _copy(self, tensors: Mapping[str, torch.Tensor], layout: Layout, step: int, ready: Any) -> None:
+    def _is_whole(self, step: int) -> bool:
+        with suppress(OSError):
+            return newest_of(self.folder, logger.warning, step) == step
+        return False
+
+    def _begin(self, state: dict[str, Any], own: dict[str, Any]) -> None:
+        """Lay this rank's part out, and start to copy."""
+        rest: dict[str, Any] = {"own": own}
+        tensors, stripped = take_apart(state)
+        if self.world.rank == 0:
+            rest["state"] = stripped
+        mine = {name: tensors[name] for name in share_out(tensors, self.world.world_size)[self.world.rank]}
+        content = to_bytes(rest)
+        if self._saves == 1:  # what could not be loaded is told now and not at a resume
+            from_bytes(content)
+        layout = lay_out(mine, len(content))
+        self._arena.reserve(layout.size)
+        self._arena.put(0, layout.header)
+        self._arena.put(layout.offsets[REST], content)
+        self._writer = self._writer or Writer(self._arena)
+        ready = [torch.cuda.current_stream(device).record_event() for device in self._gpus]
+        self._copying = threading.Thread(target=self._copy, args=(mine, layout, ready), daemon=True)
+        self._copying.start()
+
+    @property
+    def _gpus(self) -> list[torch.device]:
+        return list(self.world.devices) if self._arena.pinned else []
+
+    def _copy(self, tensors: Mapping[str, torch.Tensor], layout: Layout, ready: Sequence[torch.cuda.Event]) -> None:
+        """In a thread of its own: copy, then have the writer write."""
         try:
-            if self._arena.pinned:
-                stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-                stream.wait_event(ready)
-                with torch.cuda.stream(stream):
-                    self._fill(tensors, layout)
-                stream.synchronize()
-                for device in self.world.devices[1:]:  # what lies there was copied on that device's own stream
-                    torch.cuda.current_stream(device).synchronize()
-            else:
-                self._fill(tensors, layout)
+            with ExitStack() as stack:
+                streams = [torch.cuda.Stream(device) for device in self._gpus]  # type: ignore[no-untyped-call]
+                for stream, event in zip(streams, ready, strict=True):
+                    stream.wait_event(event)
+                    stack.enter_context(torch.cuda.stream(stream))  # the last one's device is the current one; all are set
+                for name, tensor in tensors.items():
+                    self._arena.copy(layout.offsets[name], tensor)
+                for stream in streams:
+                    stream.synchronize()
             assert self._writer is not None
-            staging = str(self.folder / staging_name(step, self._mark))
             place = {"rank": self.world.rank, "ranks": self.world.world_size, "keep_last": self.keep_last}
-            self._writer.ask({"step": step, "staging": staging, "size": layout.size, **place})
-        except BaseException as error:
-            self._failure = error
-
-    def _fill(self, tensors: Mapping[str, torch.Tensor], layout: Layout) -> None:
-        for name, tensor in tensors.items():
-            self._arena.copy(layout.offsets[name], tensor)
+            self._writer.ask({"step": self._step, "staging": str(self._staging), "size": layout.size, **place})
+        except Exception as error:
+            self._answer = _failure(error)
 
     def _failed(self, step: int, answer: Mapping[str, Any]) -> None:
-        free = "" if answer.get("free") is None else f": {answer['free'] / 1e6:.1f} MB free, {answer['size'] / 1e6:.1f} MB needed"
-        words = f"no space{free}" if answer.get("errno") in _NO_SPACE else answer["error"]
+        """Every rank learns the one reason."""
+        told = self.world.gather((answer.get("abandoned", False), self._fault(step, answer)) if "error" in answer else None)
+        faults = sorted((each for each in told if each), key=lambda each: each[0])  # first those that did not only give up
+        fault = self.world.from_rank_0(faults[0][1] if faults else None)
+        if self.world.rank == 0:
+            remove(self._staging)  # all writers are idle
+        if not self.go_on:
+            raise FaultError(fault)
+        if self.world.rank == 0:
+            logger.warning("%s; going on, as checkpoint.on_failure=continue says", fault.cause)
+
+    def _fault(self, step: int, answer: Mapping[str, Any]) -> Fault:
+        free, size = answer.get("free"), answer.get("size")
+        space = f": {free / 1e6:.1f} MB free, {size / 1e6:.1f} MB needed" if free is not None and size else ""
+        words = f"no space{space}" if answer.get("errno") in _NO_SPACE else answer["error"]
         cause = f"the checkpoint of step {step} could not be written to {self.folder}: {words}; those before it stand"
-        if self.go_on:
-            logger.warning("%s; going on, as checkpoint.on_failure=continue says", cause)
-            return
         fix = "make room there, or correct what is wrong with the storage, and start again to go on"
-        raise FaultError(Fault("G2", self.world.host, cause, fix, ExitCode.RANK_FAILED, self.world.rank))
+        return Fault("G2", self.world.host, cause, fix, ExitCode.RANK_FAILED, self.world.rank)
+
+
+def _failure(error: Exception) -> dict[str, Any]:
+    """A rank's own failure, as its writer would tell one."""
+    return {"error": f"{type(error).__name__}: {' '.join(str(error).split())}", "errno": getattr(error, "errno", None)}

@@ -171,7 +171,7 @@ class Loop:
         """What is equal on all ranks, as it is: tensors are the loop's own until the next `before_update`; buffers, which a
         forward pass changes, are copies. Every rank must call it."""
         self._share_buffers()
-        buffers = {name for name, _ in self.bare.named_buffers()}
+        buffers = {name for name, _ in self.bare.named_buffers(remove_duplicate=False)}
         return {
             "updates": self.updates,
             "model": {name: v.clone() if name in buffers else v for name, v in self.bare.state_dict().items()},

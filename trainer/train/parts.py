@@ -6,6 +6,7 @@ Each rank writes one part: an eighth of the tensors where there are eight ranks,
 
 from __future__ import annotations
 
+import errno
 import heapq
 import io
 import json
@@ -105,6 +106,15 @@ def to_bytes(value: Any) -> bytes:
     return file.getvalue()
 
 
+def from_bytes(content: bytes) -> Any:
+    """What `to_bytes` wrote.
+
+    Raises:
+        pickle.UnpicklingError: there is more in it than plain types and tensors.
+    """
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+
+
 def read(checkpoint: Path) -> dict[str, Any]:
     """The state of a checkpoint, on the CPU; what each rank had of its own, in rank order, is under `ranks`.
 
@@ -117,7 +127,7 @@ def read(checkpoint: Path) -> dict[str, Any]:
     rests = []
     for path in part_files(checkpoint):
         part = _read_part(path)
-        rests.append(torch.load(io.BytesIO(part.pop(REST).numpy().tobytes()), map_location="cpu", weights_only=True))
+        rests.append(from_bytes(part.pop(REST).numpy().tobytes()))
         tensors.update(part)
     state: dict[str, Any] = put_together(rests[0]["state"], tensors)
     return {**state, "ranks": [rest["own"] for rest in rests]}
@@ -131,7 +141,7 @@ def _read_part(path: Path) -> dict[str, torch.Tensor]:
             tensors[name] = torch.empty(entry["shape"], dtype=_TYPES[entry["dtype"]])
             place = memoryview(tensors[name].view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
             if file.readinto(place) != tensors[name].nbytes:
-                raise EOFError(f"{path} is shorter than its header says")
+                raise OSError(errno.EIO, "shorter than its header says", str(path))
     return tensors
 
 
@@ -142,12 +152,22 @@ def _strip(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
         while place in tensors or place == REST:
             place += "'"
         tensors[place] = value.detach()
-        return {_TENSOR: place, **({} if value.is_contiguous() else {"stride": list(value.stride())})}
+        return {_TENSOR: place, **_stride(value)}
     if isinstance(value, Mapping):
         return {key: _strip(each, _below(place, key), tensors) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return _like(value, (_strip(each, _below(place, number), tensors) for number, each in enumerate(value)))
     return value
+
+
+def _stride(tensor: torch.Tensor) -> dict[str, list[int]]:
+    """The strides of a tensor that fills its memory in another order than usual; they may matter for speed."""
+    natural, dense = torch.empty(tensor.shape, device="meta").stride(), 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1):
+        if stride != dense:
+            return {}
+        dense *= size
+    return {} if tensor.stride() == natural or not dense else {"stride": list(tensor.stride())}
 
 
 def _like(value: Any, parts: Iterable[Any]) -> Any:

@@ -64,10 +64,11 @@ class Run:
         with self.reporting(folder, tensorboard):
             while self.loop.step < self.total and not stopped:
                 stopped = self.advance(stop)
-            self.saver.finish()
+            saved = self.saver.finish()
         if stopped and self.world.rank == 0:
             name = stop.reason or "a signal to another rank"
-            logger.warning("stopped by %s at step %d of %d, saved; start again to go on", name, self.loop.step, self.total)
+            how = "saved" if saved else "not saved"
+            logger.warning("stopped by %s at step %d of %d, %s; start again to go on", name, self.loop.step, self.total, how)
         return stopped
 
     @contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -48,8 +49,9 @@ def staging_name(step: int, mark: str) -> str:
 
 def staging_steps(folder: Path) -> Iterator[tuple[Path, int]]:
     """Folder and step of all that are not whole yet, or never became so."""
-    for path in folder.glob("step-????????.*.tmp"):
-        yield path, int(path.name[5:13])
+    for path in folder.glob("step-*.tmp"):
+        if match := re.fullmatch(r"step-(\d{8,})\..*", path.name):
+            yield path, int(match[1])
 
 
 def remove(path: Path) -> None:
@@ -70,7 +72,11 @@ def discard(folder: Path, step: int) -> None:
 
 
 def newest_of(folder: Path, warn: Callable[[str], None], step: int | None = None) -> int | None:
-    """The step of the newest whole checkpoint (or of one that is asked for), or None. What is damaged is told, and set aside."""
+    """The step of the newest whole checkpoint (or of one that is asked for), or None. What is damaged is told, and set aside.
+
+    Raises:
+        OSError: one cannot be read now.
+    """
     found = steps(folder)
     for number in reversed(found):
         if step not in (None, number):
@@ -88,11 +94,16 @@ def newest_of(folder: Path, warn: Callable[[str], None], step: int | None = None
 
 def steps(folder: Path) -> list[int]:
     """Steps of all checkpoints in a folder, whole or not, oldest first."""
-    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-????????") if path.is_dir())
+    found = ((path, re.fullmatch(r"step-(\d{8,})", path.name)) for path in folder.glob("step-*"))
+    return sorted(int(match[1]) for path, match in found if match and path.is_dir())
 
 
 def problem(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, or None if every file is there with its size and sha256."""
+    """What is wrong with a checkpoint, or None if every file is there with its size and sha256.
+
+    Raises:
+        OSError: it cannot be read now, which says nothing about it.
+    """
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
         for name, entry in manifest["files"].items():
@@ -101,7 +112,7 @@ def problem(checkpoint: Path) -> str | None:
                 return f"{path} has {file_size(path)} bytes instead of {entry['bytes']}"
             if _sha256(path) != entry["sha256"]:
                 return f"{path} has another sha256 than when it was written"
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, AttributeError, TypeError) as error:
         return f"{checkpoint}: {type(error).__name__}: {error}"
     return None
 
@@ -113,7 +124,7 @@ def newest_whole(folder: Path, step: int | None = None) -> Path:
         ConfigError: there is none.
     """
     for number in reversed(steps(folder)):
-        if step in (None, number) and problem(folder / name_of(number)) is None:
+        if step in (None, number) and _told(folder / name_of(number)) == "whole":
             return folder / name_of(number)
     which = "no whole checkpoint" if step is None else f"no whole checkpoint of step {step}"
     raise ConfigError(f"{folder}: {which} there; see trainer checkpoints")
@@ -129,8 +140,15 @@ def listing(folder: Path) -> str:
         checkpoint = folder / name_of(step)
         size = sum(file_size(path) for path in checkpoint.iterdir())
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(checkpoint.stat().st_mtime))
-        lines.append(f"{step:10d}  {saved}  {size / 1e6:10.1f}  {problem(checkpoint) or 'whole'}")
+        lines.append(f"{step:10d}  {saved}  {size / 1e6:10.1f}  {_told(checkpoint)}")
     return "\n".join(lines)
+
+
+def _told(checkpoint: Path) -> str:
+    try:
+        return problem(checkpoint) or "whole"
+    except OSError as error:
+        return f"cannot be read: {error}"
 
 
 def file_size(path: Path) -> int:

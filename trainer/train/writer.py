@@ -65,16 +65,18 @@ def _serve(request: Request, arena: int, inbox: Inbox) -> dict[str, Any]:
         staging.mkdir(parents=True, exist_ok=True)
         _write_part(staging, rank, arena, request["size"])
         if rank == 0 and not _commit(staging, request, inbox):
-            return {"step": request["step"], "abandoned": True}
+            return {"step": request["step"], "abandoned": True, "error": "a part of it is missing"}
         return {"step": request["step"], "seconds": time.monotonic() - started}
-    except OSError as error:
-        about = _free(staging.parent)
+    except Exception as error:
+        about, gone = _free(staging.parent), rank != 0 and not staging.exists()  # rank 0 has given it up already
         with suppress(OSError):
             (staging / part_name(rank)).unlink(missing_ok=True)
             (staging / f"failed-{rank:05d}").touch()
         if rank == 0:
             shutil.rmtree(staging, ignore_errors=True)
-        return {"step": request["step"], "errno": error.errno or 0, "error": error.strerror or str(error), "free": about}
+        number, told = (error.errno, error.strerror) if isinstance(error, OSError) else (None, None)
+        cause = told or f"{type(error).__name__}: {error}"
+        return {"step": request["step"], "errno": number or 0, "error": cause, "free": about, "abandoned": gone}
 
 
 def _write_part(staging: Path, rank: int, arena: int, size: int) -> None:
@@ -116,12 +118,14 @@ def _commit(staging: Path, request: Request, inbox: Inbox) -> bool:
     target = folder / name_of(step)
     discard(folder, step)  # one that is damaged
     staging.rename(target)
-    _sync_folder(folder)
-    link = folder / f"{LATEST}.tmp"
-    link.unlink(missing_ok=True)
-    link.symlink_to(target.name)
-    link.replace(folder / LATEST)
-    _prune(folder, step, request["keep_last"])
+    with suppress(OSError):  # it is whole, whatever comes of the rest
+        _sync_folder(folder)
+        link = folder / f"{LATEST}.tmp"
+        link.unlink(missing_ok=True)
+        link.symlink_to(target.name)
+        link.replace(folder / LATEST)
+    with suppress(OSError):
+        _prune(folder, step, request["keep_last"])
     return True
 
 
