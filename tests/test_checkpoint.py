@@ -1,4 +1,5 @@
 import errno
+import hashlib
 import json
 import os
 import random
@@ -27,6 +28,7 @@ from trainer.train.distributed import World
 from trainer.train.parts import REST, lay_out, read, share_out, take_apart, to_bytes
 from trainer.train.random_state import random_state, seed_all, set_random_state
 from trainer.train.stored import MANIFEST, part_name, steps
+from trainer.train.weights import export
 
 PART = part_name(0)
 DTYPES = [
@@ -258,6 +260,27 @@ def test_what_ends_a_save_before_it_is_written_is_told_too(folder: Path, saver: 
         saver(folder).save(1, {"rate": numpy.float64(0.1)}, {})  # it could be saved, and never loaded
     checkpoints.save(2, state(2), {})
     assert steps(checkpoints.folder) == [2]
+
+
+def test_a_trainer_of_the_users_own_is_not_the_writers(folder: Path, saver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "trainer.py").write_text("raise SystemExit(9)")
+    (folder / "json.py").write_text("raise SystemExit(9)")
+    monkeypatch.chdir(folder)
+    checkpoints = saver(folder)
+    checkpoints.save(1, state(1), {})
+    assert steps(checkpoints.folder) == [1]
+
+
+def test_a_checkpoint_of_another_format_is_told(folder: Path, saver: Any) -> None:
+    old = folder / "checkpoints" / "step-00000005"
+    old.mkdir(parents=True)
+    (old / "state.pt").write_bytes(b"PK")
+    entry = {"bytes": 2, "sha256": hashlib.sha256(b"PK").hexdigest()}
+    (old / MANIFEST).write_text(json.dumps({"step": 5, "files": {"state.pt": entry}}))
+    with pytest.raises(ConfigError, match="step-00000005 cannot be read on .*holds no parts .another version of the kit"):
+        saver(folder).load()
+    with pytest.raises(ConfigError, match="step-00000005: holds no parts"):
+        export(folder / "checkpoints", folder / "m.pt")
 
 
 def test_a_writer_that_was_killed_is_replaced(folder: Path, saver: Any) -> None:

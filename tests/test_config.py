@@ -31,7 +31,7 @@ BAD = [
     ("container.env.NCCL_DEBUG_LEVEL=1", 'container.env.NCCL_DEBUG_LEVEL=1: must be a string; write it in quotes: "1"'),
     ("container.mounts=/data", "container.mounts=/data: must be a valid list; write a list"),
     ("slurm.options.x=[1]", "slurm.options.x=[1]"),
-    ("checkpoint.keep_last=1", "checkpoint.keep_last=1: must be greater than or equal to 2"),
+    ("checkpoint.keep_last=1", "checkpoint.keep_last=1: where the newest is damaged, the one before it is needed; make it at least 2"),
     ("training.batch_size=7", "training.batch_size=7: cannot be shared out evenly among 2 ranks; make it a multiple of 2"),
     ("training.micro_batch_size=24", "batch_size=32: cannot be split into micro-batches of 24 on 2 ranks; make it a multiple of 48"),
     ("entrypoint=train", "entrypoint=train: is neither trainer.train nor a path that ends in .py"),

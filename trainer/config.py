@@ -5,10 +5,8 @@ The world size is not in here: it comes from the process group, so the two canno
 
 from __future__ import annotations
 
-import math
 import os
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -26,7 +24,6 @@ from trainer.placement import (
 )
 from trainer.supervision import Checkpoint, RollCall, Watch
 
-END_TIME = "TRAINER_END_TIME"  # when this start has to be over, in s since the epoch
 TRAIN = "trainer.train"  # the entrypoint that is the kit's own training loop
 
 
@@ -200,16 +197,6 @@ class Config(Section):
     def stop_file(self) -> str:
         """While it is there, the run is stopped: it saves, ends, and does not start again."""
         return f"{self.folder}/stop"
-
-    def end_time(self, environ: Mapping[str, str], started: float) -> float:
-        """When this start has to be over, in s since the epoch: as a batch script has said, or else as the config says.
-
-        Args:
-            started: when it began.
-        """
-        if given := environ.get(END_TIME):
-            return float(given)
-        return started + 60 * self.resources.time_minutes if self.resources.time_minutes else math.inf
 
     @model_validator(mode="after")
     def _whole(self) -> Config:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from trainer.errors import ConfigError
+
+END_TIME = "TRAINER_END_TIME"  # when this start has to be over, in s since the epoch
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -44,6 +49,23 @@ class Resources(Section):
     def slurm_minutes(self) -> int:
         """The limit to ask Slurm for."""
         return self.time_minutes or 60
+
+    def end_time(self, environ: Mapping[str, str], started: float) -> float:
+        """When this start has to be over, in s since the epoch: as a batch script has said, or else by `time_minutes`.
+
+        Args:
+            started: when it began.
+
+        Raises:
+            ConfigError: what stands in the environment is no such time.
+        """
+        given = environ.get(END_TIME)
+        try:
+            if given:
+                return float(given)
+        except ValueError:
+            raise ConfigError(f"{END_TIME}={given}: is no time in seconds since the epoch; correct or unset it") from None
+        return started + 60 * self.time_minutes if self.time_minutes else math.inf
 
     @model_validator(mode="after")
     def _devices(self) -> Resources:

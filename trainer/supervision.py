@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from trainer.placement import PositiveInt, Seconds, Section
 
@@ -14,12 +14,21 @@ class Checkpoint(Section):
 
     every_steps: PositiveInt = 500
     """Save every so many optimizer steps; the end and a stop signal save too."""
-    keep_last: Annotated[int, Field(ge=2)] = 3
+    keep_last: Annotated[int, Field(json_schema_extra={"minimum": 2})] = 3
     """How many to keep; at least 2, so that a damaged newest one has one before it."""
     on_failure: Literal["stop", "continue"] = "stop"
     """What a save that failed (no space, storage that cannot be written) does to the run. The checkpoints before it stand."""
     resume: Literal["auto", "required"] = "auto"
     """auto: go on from the newest whole checkpoint if there is one; required: refuse to start at step 0."""
+
+    @field_validator("keep_last")
+    @classmethod
+    def _two(cls, keep_last: int) -> int:
+        if keep_last < 2:
+            raise ValueError(
+                f"checkpoint.keep_last={keep_last}: where the newest is damaged, the one before it is needed; make it at least 2"
+            )
+        return keep_last
 
 
 class RollCall(Section):

@@ -14,13 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.config import END_TIME, TRAIN, Config
+from trainer.config import TRAIN, Config
 from trainer.errors import ExitCode, Fault, FaultError, KitError
 from trainer.node import gpus, health, judge, network, parity, prepare, ranks, rendezvous, rollcall, signals
 from trainer.node.guard import Guard
 from trainer.node.identity import Identity, identify
 from trainer.node.logs import RunFolder, say
 from trainer.node.record import Attentive, Record
+from trainer.placement import END_TIME
 from trainer.settings import changed, check_resume, dump_config, load_config, refuse_stopped
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class _Node:
     def __init__(self, config: Config, node: Identity, record: Record) -> None:
         self.config, self.node, self.record, self.folder = config, node, record, record.folder
         self.unwritable: str | None = None  # why the run folder cannot be written
-        if (end := config.end_time(os.environ, record.born)) != math.inf:
+        if (end := config.resources.end_time(os.environ, record.born)) != math.inf:
             os.environ[END_TIME] = str(end)
 
     def run(self) -> int:

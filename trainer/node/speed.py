@@ -59,4 +59,5 @@ def _usual(rates: Mapping[int, float]) -> float:
 
 
 def _slow(rates: Mapping[int, float]) -> set[int]:
-    return {rank for rank, rate in rates.items() if rate < _SLOW * _usual(rates) or not rate}
+    limit = _SLOW * _usual(rates)
+    return {rank for rank, rate in rates.items() if rate < limit or not rate}

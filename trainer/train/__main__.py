@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> int:
 def train(config: Config, world: World) -> int:
     """Train one run to its end, or to a stop signal; returns the exit code."""
     folder = Path(config.folder)
-    end = config.end_time(os.environ, time.time())
+    end = config.resources.end_time(os.environ, time.time())
     refuse_stopped(config, world.from_rank_0(Path(config.stop_file).exists()))
     if world.rank == 0:
         _keep_config(config, folder)

@@ -21,6 +21,13 @@ import trainer
 from trainer.process import signal_name
 from trainer.train.stop import SIGNALS
 
+# This kit's own `trainer`, also where the user has a trainer.py in the folder of the run.
+_START = """
+import sys
+sys.path[:] = [{root!r}, *(place for place in sys.path if place)]
+from trainer.train.writer import main
+main({parent}, {arena})
+"""
 _STEP = 1 << 20  # sizes are rounded up, so that what grows a little finds room
 
 
@@ -69,15 +76,13 @@ class Writer:
 
     def __init__(self, arena: Arena) -> None:
         root = str(Path(trainer.__file__).parents[1])
-        paths = os.environ.get("PYTHONPATH")
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # inherited: they are meant for the rank, which saves then
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "trainer.train.writer", str(os.getpid()), str(arena.fd)],
+                [sys.executable, "-c", _START.format(root=root, parent=os.getpid(), arena=arena.fd)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 pass_fds=[arena.fd],
-                env={**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{paths}" if paths else root},
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)

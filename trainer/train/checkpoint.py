@@ -1,6 +1,6 @@
 """Checkpoints that a kill cannot spoil and that cost the loop next to nothing.
 
-Every rank has a writer process (see `writer`) and memory that both share (see `arena`). A save copies this rank's share of the
+Every rank has a writer process (see `writer`) and memory that both share (see `behind`). A save copies this rank's share of the
 state there, behind the next step's forward and backward pass, and `join` ends that before the weights change; the rest happens
 beside the training. Parts become a checkpoint by a rename once all are on disk; sha256 tells damage before one is used.
 """
@@ -158,9 +158,9 @@ class Checkpointer:
 
     def _newest(self) -> tuple[str | None, str | None]:
         """Name of the newest whole checkpoint, if there is one; or why that cannot be told."""
-        for path, _ in staging_steps(self.folder):  # of a start that was killed
-            remove(path)
         try:
+            for path, _ in staging_steps(self.folder):  # of a start that was killed
+                remove(path)
             found = newest_of(self.folder, logger.warning)
         except OSError as error:
             return None, str(error)

@@ -125,7 +125,9 @@ def read(checkpoint: Path) -> dict[str, Any]:
     """
     tensors: dict[str, torch.Tensor] = {}
     rests = []
-    for path in part_files(checkpoint):
+    if not (paths := part_files(checkpoint)):
+        raise OSError(errno.EINVAL, "holds no parts (another version of the kit?)", str(checkpoint))
+    for path in paths:
         part = _read_part(path)
         rests.append(from_bytes(part.pop(REST).numpy().tobytes()))
         tensors.update(part)

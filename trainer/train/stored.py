@@ -39,7 +39,8 @@ def part_files(checkpoint: Path) -> list[Path]:
     Raises:
         OSError: it cannot be read.
     """
-    return sorted(checkpoint / name for name in json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["files"])
+    names = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["files"]
+    return sorted(checkpoint / name for name in names if name.startswith("part-"))
 
 
 def staging_name(step: int, mark: str) -> str:

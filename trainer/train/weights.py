@@ -37,7 +37,10 @@ def export(checkpoints: Path, out: Path, step: int | None = None, average: bool 
         ConfigError: there is none, or the file cannot be written.
     """
     chosen = newest_whole(checkpoints, step)
-    state = read(chosen)
+    try:
+        state = read(chosen)
+    except OSError as error:
+        raise ConfigError(f"{error.filename or chosen}: {error.strerror or error}; choose another --step") from None
     weights = {name: value.contiguous() for name, value in ((average and state["average"]) or state["model"]).items()}
     partial = out.with_name(f".{out.name}.tmp")
     try:

@@ -49,7 +49,12 @@ class Inbox:
 
 
 def main(parent: int, arena: int) -> None:
-    """Serve requests until the rank ends."""
+    """Serve requests until the rank ends.
+
+    Args:
+        parent: pid of the rank.
+        arena: descriptor of the memory that both share.
+    """
     die_with_parent(parent)
     inbox = Inbox(0)
     while True:
@@ -168,7 +173,3 @@ def _free(folder: Path) -> int | None:
         about = os.statvfs(next(place for place in (folder, *folder.parents) if place.exists()))
         return about.f_bavail * about.f_frsize
     return None
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
