@@ -13,6 +13,7 @@ from pathlib import Path
 from trainer import __version__, options, reference, settings, table
 from trainer.config import Config
 from trainer.errors import ConfigError, ExitCode, KitError
+from trainer.launch import explain as explanations
 from trainer.launch import job as jobs
 from trainer.launch import plan as plans
 from trainer.launch import run as runs
@@ -122,6 +123,11 @@ def logs(arguments: argparse.Namespace) -> None:
         status(arguments)
 
 
+def explain(arguments: argparse.Namespace) -> None:
+    """Say why a run ended: the verdict, where each rank was, and the stacks of those that hung."""
+    print(explanations.explain(jobs.Job.of(arguments.run).run))
+
+
 def cancel(arguments: argparse.Namespace) -> None:
     """Ask a run to save and stop."""
     print(jobs.Job.of(arguments.run).cancel(arguments.now))
@@ -190,7 +196,7 @@ def _parser() -> argparse.ArgumentParser:
             options.add_queue_options(command)
         if name == "rollcall":
             command.add_argument("--json", action="store_true", help="all that the nodes told, as JSON")
-    for name, function in {"status": status, "logs": logs, "cancel": cancel}.items():
+    for name, function in {"status": status, "logs": logs, "explain": explain, "cancel": cancel}.items():
         command = commands.add_parser(name, help=function.__doc__)
         command.add_argument("run", nargs="?", help="run folder or its name under runs/ (default: the newest)")
         command.set_defaults(function=function)

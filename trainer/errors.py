@@ -10,6 +10,7 @@ import json
 import re
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -140,12 +141,17 @@ def _message(error: BaseException) -> str:
 
 def where(error: BaseException) -> str:
     """The innermost `file:line` outside installed packages and this kit; the innermost of all if there is none."""
-    frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
+    frames = [(frame.filename, frame.lineno or 0, frame.name) for frame in traceback.extract_tb(error.__traceback__)]
     if "Original Traceback" in str(error):
-        frames += [(name, int(line)) for name, line in re.findall(r'File "([^"]+)", line (\d+)', str(error))]
-    libraries = (str(Path(__file__).parent), str(Path(traceback.__file__).parent), "<")
-    own = [f for f in frames if not f[0].startswith(libraries) and "site-packages" not in f[0]]
+        frames += [(name, int(line), "") for name, line in re.findall(r'File "([^"]+)", line (\d+)', str(error))]
     if not frames:
         return ""
-    name, line = (own or frames)[-1]
+    name, line, _ = own_frame(frames[::-1])
     return f"{Path(name).name}:{line}"
+
+
+def own_frame(frames: Sequence[tuple[str, int, str]]) -> tuple[str, int, str]:
+    """Of frames (file, line, function), innermost first, the first that is the user's; the first of all if there is none."""
+    libraries = (str(Path(__file__).parent), str(Path(traceback.__file__).parent), "<")
+    own = [frame for frame in frames if not frame[0].startswith(libraries) and "site-packages" not in frame[0]]
+    return (own or frames)[0]

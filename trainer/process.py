@@ -7,12 +7,13 @@ import ctypes
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-_CGROUPS, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
@@ -50,6 +51,29 @@ def process_state(pid: int) -> str | None:
         return None
 
 
+def descendants(pid: int) -> list[int]:
+    """All that a process has started, and what they have, oldest first (Linux; else none)."""
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir() if sys.platform == "linux" else ():
+        if entry.name.isdecimal():
+            with suppress(OSError, IndexError):
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                parents.setdefault(parent, []).append(int(entry.name))
+    found, at = [pid], 0
+    while at < len(found):
+        found += sorted(parents.get(found[at], []))
+        at += 1
+    return found[1:]
+
+
+def memory_file(name: str) -> int:
+    """A descriptor of memory that processes can share; where the system has no such thing, of a file without a name."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
 def signal_name(number: int) -> str:
     """SIGKILL for 9; real-time signals have no name but their number."""
     try:
@@ -58,26 +82,26 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def usable_cores(environ: Mapping[str, str] = os.environ, cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> int:
+def usable_cores(environ: Mapping[str, str] = os.environ, cgroups: Path = CGROUPS, own: Path = OWN_CGROUPS) -> int:
     """Cores that this process may use: by its affinity mask, its cgroups' quotas and Slurm's share, not the machine's count."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     share = environ.get("SLURM_CPUS_PER_TASK", "")
     limits = [float(share)] if share.isdecimal() and int(share) else []
-    return max(1, int(min([cores, *limits, *_quotas(cgroups, own)])))
+    return max(1, int(min([cores, *limits, *(quota for folder in own_cgroups("cpu", cgroups, own) for quota in _quota(folder))])))
 
 
-def _quotas(cgroups: Path, own: Path) -> Iterator[float]:
-    """Cores that this process's cgroup and those above it allow: cpu.max (v2) and cpu.cfs_quota_us (v1), cgroups(7)."""
+def own_cgroups(controller: str, cgroups: Path = CGROUPS, own: Path = OWN_CGROUPS) -> Iterator[Path]:
+    """The folders of this process's cgroup, and of those above it, for a controller such as cpu: v1's and v2's."""
     with suppress(OSError):
         for entry in own.read_text().splitlines():
             _, controllers, path = entry.split(":", 2)
-            if controllers and "cpu" not in controllers.split(","):
+            if controllers and controller not in controllers.split(","):
                 continue
             root = cgroups / controllers if controllers else cgroups
             below = root / path.strip("/")
             for folder in [below, *below.parents]:  # in a container the path may be the host's: its root is then the container's
                 if folder.is_relative_to(root):
-                    yield from _quota(folder)
+                    yield folder
 
 
 def _quota(folder: Path) -> Iterator[float]:

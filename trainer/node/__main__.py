@@ -21,6 +21,7 @@ from trainer.node.guard import Guard
 from trainer.node.identity import Identity, identify
 from trainer.node.logs import RunFolder, say
 from trainer.node.record import Attentive, Record
+from trainer.node.vitals import Limits, Vitals
 from trainer.placement import END_TIME
 from trainer.settings import changed, check_resume, dump_config, load_config, refuse_stopped
 
@@ -117,10 +118,11 @@ class _Node:
             return ExitCode.DONE
         if interface == "auto" and self.config.backend != "local" and (chosen := network.choose(os.environ, place.address)):
             say(f"[{node.host}] the ranks talk over {chosen} ({place.address})")
-        limits, roll = self.config.watch, self._roll(place, listener)
+        roll = self._roll(place, listener)
         watch = importlib.import_module("trainer.node.watch")  # it brings torch
-        watcher = watch.Watch(roll, self.guard, self.waker, _on_terminal(node), limits.stop_seconds, limits.stall_seconds)
-        return self._train(watcher)
+        evidence = partial(self.folder.evidence, attempt=roll.attempt)
+        stop_seconds = self.config.watch.stop_seconds
+        return self._train(watch.Watch(roll, self.guard, self.waker, _on_terminal(node), stop_seconds, place.hosts, evidence))
 
     @property
     def _targets(self) -> dict[str, str]:
@@ -211,6 +213,7 @@ class _Node:
         if reason:
             say(f"[{node.host}] starting ranks as fresh processes, which is slower than forking them: {reason}")
         keep = [os.dup(2)] if _on_terminal(node) else []
+        limits = Limits(self.config.watch.stall_seconds, self.config.watch.phase_seconds)
         try:
             fault = watch.stopped_before_start()
             logs, entrypoint = self.folder.logs(attempt), self.config.entrypoint
@@ -219,7 +222,10 @@ class _Node:
                 rank = ranks.plan(node, local_rank, attempt, self.config.name, logs, entrypoint, arguments)
                 if keep and rank.rank == 0:
                     rank.environ[TERMINAL] = str(keep[0])
-                watch.add(rank, ranks.spawn(rank, tuple(keep)) if reason else ranks.fork(rank, self.guard.forget))
+                seen = Vitals(limits, node.world_size, time.monotonic())
+                rank.environ.update(seen.environ)
+                pid = ranks.spawn(rank, (*keep, *seen.fds)) if reason else ranks.fork(rank, self.guard.forget)
+                watch.add(rank, pid, seen)
             code, fault = (fault.exit_code, fault) if fault else watch.run()
         finally:
             watch.kill()

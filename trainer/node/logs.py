@@ -38,6 +38,7 @@ class RunFolder:
     logs/attempt-000/rank-0003.HOST.log    all that a rank printed
     events.jsonl                           starts, ends and faults of all attempts, a JSON object a line
     rollcall.json                          what the nodes told in the last roll call
+    hang/attempt-000/, crash/attempt-000/  after a fault: where each rank was, and the stacks of those that hung
     """
 
     def __init__(self, folder: Path) -> None:
@@ -64,6 +65,16 @@ class RunFolder:
     def logs(self, attempt: int) -> Path:
         """The folder of an attempt's logs; made if missing."""
         folder = self.folder / "logs" / f"attempt-{attempt:03d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def evidence(self, kind: str, attempt: int) -> Path:
+        """The folder of what was found out about the end of an attempt; made if missing.
+
+        Args:
+            kind: hang or crash.
+        """
+        folder = self.folder / kind / f"attempt-{attempt:03d}"
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 

@@ -19,7 +19,9 @@ from pathlib import Path
 from trainer.errors import ERROR_FILE, ExitCode, write_error_file
 from trainer.node.identity import Identity
 from trainer.node.signals import STOP_SIGNALS
+from trainer.node.stacks import answer_when_asked
 from trainer.process import die_with_parent
+from trainer.pulse import Pulse
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,8 @@ def _run(rank: Rank, parent: int) -> None:
     os.environ.update(rank.environ)
     _redirect(rank.log)
     Path(rank.error_file).unlink(missing_ok=True)
+    answer_when_asked()
+    Pulse.of().follow_collectives()
     code = _call(rank)
     try:
         threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's own threads, as the interpreter does

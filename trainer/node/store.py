@@ -58,10 +58,10 @@ class Roll:
         Args:
             hosts: the nodes' names by node rank, as they told them.
         """
-        self.ask(lambda: self.store.set(f"arrived/{self.node.node_rank}", "1"))
+        self.beat("")
         if self.node.node_rank:
             return None
-        keys, until = [f"arrived/{rank}" for rank in range(self.node.nnodes)], time.monotonic() + ANSWER_SECONDS
+        keys, until = self._keys("beat"), time.monotonic() + ANSWER_SECONDS
         while not self.ask(lambda: self.store.check(keys)):
             if time.monotonic() > until:
                 absent = [rank for rank, key in enumerate(keys) if not self.ask(lambda key=key: self.store.check([key]))]  # type: ignore[misc]
@@ -72,6 +72,37 @@ class Roll:
                 return fault
             time.sleep(0.05)
         return None
+
+    def beat(self, text: str) -> None:
+        """Tell node 0 that this node lives, and where its ranks are."""
+        self.ask(lambda: self.store.set(f"beat/{self.node.node_rank}", text))
+
+    def beats(self) -> list[str]:
+        """On node 0: what each node has told last, by node rank."""
+        return [text.decode() for text in self.ask(lambda: self.store.multi_get(self._keys("beat")))]
+
+    def summon(self) -> None:
+        """On node 0: have all nodes tell what the processes of their ranks are at."""
+        self.ask(lambda: self.store.set("inquest", "1"))
+
+    def summoned(self) -> bool:
+        """Whether node 0 wants to know that."""
+        return bool(self.ask(lambda: self.store.check(["inquest"])))
+
+    def testify(self, text: str) -> None:
+        """Tell it."""
+        self.ask(lambda: self.store.set(f"finding/{self.node.node_rank}", text))
+
+    def testimonies(self, seconds: float) -> list[str]:
+        """On node 0: what the others told within so many seconds."""
+        keys, until = self._keys("finding")[1:], time.monotonic() + seconds
+        while not self.ask(lambda: self.store.check(keys)) and time.monotonic() < until:
+            time.sleep(_POLL_SECONDS)
+        there = [key for key in keys if self.ask(lambda key=key: self.store.check([key]))]  # type: ignore[misc]
+        return [self.ask(lambda key=key: self.store.get(key)).decode() for key in there]  # type: ignore[misc]
+
+    def _keys(self, name: str) -> list[str]:
+        return [f"{name}/{node_rank}" for node_rank in range(self.node.nnodes)]
 
     def linger(self, absent: int = 0) -> None:
         """After a fault: say goodbye; node 0 keeps the store a little longer, so that all can read it.

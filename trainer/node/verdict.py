@@ -9,8 +9,10 @@ import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from trainer.errors import ExitCode, Fault
+from trainer.errors import ExitCode, Fault, own_frame
+from trainer.node.logs import last_lines
 from trainer.node.ranks import Rank
+from trainer.node.vitals import Vitals
 from trainer.process import signal_name
 
 # What a survivor says of a peer that is gone: never a root cause.
@@ -21,15 +23,28 @@ _PEER_LOSS = re.compile(
 )
 
 
+_FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')  # of Python's faulthandler
+_MORE_MEMORY = "ask for more memory (resources.memory_gb_per_node), or use fewer loader workers or smaller batches"
+_SHARED_MEMORY = "give the container more /dev/shm (compose: shm_size, Kubernetes: a Memory emptyDir, docker: --shm-size)"
+# What torch says of its loader: pattern, code, exit code, fix.
+_LOADER = (
+    (r"Bus error|unable to (allocate|mmap|write|open) .*shared memory", "E1", ExitCode.RANK_KILLED, _SHARED_MEMORY),
+    (r"Too many open files|received 0 items of ancdata", "E2", ExitCode.RANK_FAILED, "raise the limit of open files (ulimit -n)"),
+    (r"DataLoader worker \(pid.*(killed by signal|exited unexpectedly)", "E3", ExitCode.RANK_KILLED, _MORE_MEMORY),
+    (r"DataLoader timed out after", "E4", ExitCode.STALLED, "see what the dataset does there, or raise watch.stall_seconds"),
+    (r"Pin memory thread exited", "E7", ExitCode.RANK_KILLED, "see the worker's error in the log; or data.pin_memory=false"),
+)
+
+
 @dataclass
 class Running:
     """One rank of this node."""
 
     rank: Rank
     pid: int
+    vitals: Vitals
     status: int | None = None  # exit code, or minus the signal that killed it
     ended: float = 0.0
-    stopped_since: float | None = None  # time.monotonic() at which it was first seen stopped
     reason: dict[str, object] = field(default_factory=dict)  # what it left in its error file
 
     @property
@@ -45,16 +60,15 @@ class Running:
         return said and bool(_PEER_LOSS.search(str(self.reason.get("message", ""))))
 
 
-def describe(culprit: Running, host: str, node_rank: int) -> Fault:
-    """The fault of a rank that failed."""
+def describe(culprit: Running, host: str, node_rank: int, memory: str | None = None) -> Fault:
+    """The fault of a rank that failed.
+
+    Args:
+        memory: what the kernel has killed for memory on this node, in words.
+    """
     rank, status, reason = culprit.rank.rank, culprit.status or 0, culprit.reason
     if status < 0:
-        number = -status
-        cause = f"killed by signal {number} ({signal_name(number)})"
-        fix = "find who sent it (the kernel's memory killer, the scheduler, a person), then start again"
-        if number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL):
-            fix = f"see the end of {culprit.rank.log}"
-        return Fault("C1", host, cause, fix, ExitCode.RANK_KILLED, rank, node_rank)
+        return _killed(culprit, host, node_rank, memory)
     if "fault" in reason:
         return replace(Fault.from_json(str(reason["fault"])), node_rank=node_rank)
     message, where = str(reason.get("message", "")), str(reason.get("where", ""))
@@ -63,14 +77,38 @@ def describe(culprit: Running, host: str, node_rank: int) -> Fault:
         code = ExitCode(int(str(reason["exit_code"])))
         return Fault("CONFIG", host, problem or message, remedy, code, rank, node_rank)
     cause = _cause(status, str(reason.get("type", "")), message) + (f" ({where})" if where else "")
-    fix = f"see the traceback in {culprit.rank.log}"
     if culprit.lost_a_peer:
         cause = f"lost another rank, which told nobody why ({message})"
-        fix = "look at the other nodes' logs"
-        return Fault("C1", host, cause, fix, ExitCode.NODE_LOST, rank, node_rank)
-    killed = "DataLoader worker" in message and "killed by signal" in message
-    code = ExitCode.RANK_KILLED if killed else ExitCode.RANK_FAILED
-    return Fault("C1", host, cause, fix, code, rank, node_rank)
+        return Fault("C1", host, cause, "look at the other nodes' logs", ExitCode.NODE_LOST, rank, node_rank)
+    for pattern, number, exit_code, fix in _LOADER:
+        if re.search(pattern, message):
+            cause = f"{memory}: {cause}" if memory and number == "E3" else cause
+            return Fault(number, host, cause, fix, exit_code, rank, node_rank)
+    return Fault("C1", host, cause, f"see the traceback in {culprit.rank.log}", ExitCode.RANK_FAILED, rank, node_rank)
+
+
+def _killed(culprit: Running, host: str, node_rank: int, memory: str | None) -> Fault:
+    """The fault of a rank that ended by a signal."""
+    number = -(culprit.status or 0)
+    code, cause = "C1", f"killed by signal {number} ({signal_name(number)})"
+    fix = "find who sent it (the kernel's memory killer, the scheduler, a person), then start again"
+    if number == signal.SIGKILL and memory:
+        code, cause, fix = "E3", f"killed by the kernel: {memory}", _MORE_MEMORY
+    if number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL):
+        cause += last_words(Path(culprit.rank.log))
+        fix = f"see the end of {culprit.rank.log}"
+    return Fault(code, host, cause, fix, ExitCode.RANK_KILLED, culprit.rank.rank, node_rank)
+
+
+def last_words(log: Path) -> str:
+    """What a process that crashed in native code wrote last: a C++ exception, and where Python was."""
+    text = last_lines(log, 100)
+    thrown = re.findall(r"what\(\): *(.+)", text)
+    frames = [(name, int(line), function) for name, line, function in _FRAME.findall(text.rpartition("Fatal Python error")[2])]
+    name, line, function = own_frame(frames) if frames else ("", 0, "")
+    return (f": {' '.join(thrown[-1].split())}" if thrown else "") + (
+        f" in {Path(name).name}:{line} in {function}" if name else ""
+    )
 
 
 def _cause(status: int, kind: str, message: str) -> str:

@@ -5,21 +5,24 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from trainer.errors import ExitCode, Fault
 from trainer.node.guard import Guard
+from trainer.node.inquest import Inquest
 from trainer.node.logs import Tail, last_lines, say
+from trainer.node.memory import MemoryKills
 from trainer.node.ranks import Rank
 from trainer.node.signals import Signals
 from trainer.node.store import Roll
 from trainer.node.verdict import Running, describe, left_early, read_reason
+from trainer.node.vitals import Vitals
 from trainer.process import process_state
 
 _TICK_SECONDS = 0.2
 _SETTLE_SECONDS = 1.0  # after a first failure: ranks of this node may be failing too, and the one at fault may write last
-_STOPPED_SECONDS = 10.0  # a rank in state T for so long is a fault; a debugger may stop it for a moment
 _PEER_SECONDS = 5.0  # a rank that lost its peer waits so long for the peer's own fault
 
 
@@ -27,26 +30,36 @@ class Watch:
     """Sees this node's ranks to their end."""
 
     def __init__(
-        self, roll: Roll, guard: Guard, signals: Signals, clear_line: bool, stop_seconds: float, patience_seconds: float
+        self,
+        roll: Roll,
+        guard: Guard,
+        signals: Signals,
+        clear_line: bool,
+        stop_seconds: float,
+        hosts: Sequence[str],
+        evidence: Callable[[str], Path],
     ) -> None:
         """
         Args:
             clear_line: rank 0 draws a progress bar on this console.
             stop_seconds: how long the ranks may take to save and stop.
-            patience_seconds: how long node 0, when its ranks have ended well, waits for the other nodes.
+            hosts: the nodes' names by node rank.
+            evidence: the folder for what is found out about a fault, given its kind; made if missing.
         """
         self.roll, self.node, self.guard, self.signals = roll, roll.node, guard, signals
-        self.clear_line, self.stop_seconds, self.patience_seconds = clear_line, stop_seconds, patience_seconds
+        self.clear_line, self.stop_seconds = clear_line, stop_seconds
         self.ranks: list[Running] = []
+        self.memory = MemoryKills()
+        self.inquest = Inquest(roll, hosts, self.ranks, evidence)
         self.last_words: list[str] = []  # for the console, once the ranks are gone: a paused console blocks whoever writes
         self._tail: Tail | None = None
         self._stop: tuple[signal.Signals, float] | None = None  # the first stop request, and when the ranks' time is up
         self._asked = 0.0
 
-    def add(self, rank: Rank, pid: int) -> None:
+    def add(self, rank: Rank, pid: int, vitals: Vitals) -> None:
         """Take in a rank that was just started; rank 0's output is shown on this console."""
         self.guard.add(pid)
-        self.ranks.append(Running(rank, pid))
+        self.ranks.append(Running(rank, pid, vitals))
         if rank.rank == 0:
             Path(rank.log).touch()
             self._tail = Tail(Path(rank.log), 1, self.clear_line)
@@ -99,9 +112,7 @@ class Watch:
                 return self._judge()
             if all(running.status is not None for running in self.ranks):
                 return None
-            if fault := self._stopped_process():
-                return fault
-            if fault := self._fault_elsewhere():
+            if fault := self._fault_elsewhere() or self._stall():
                 return fault
 
     def _handle_signals(self) -> Fault | None:
@@ -152,6 +163,7 @@ class Watch:
 
     def _judge(self) -> Fault:
         """Find the rank at fault, among this node's and by what the other nodes report."""
+        self.inquest.crashed()
         until = time.monotonic() + _SETTLE_SECONDS
         while time.monotonic() < until and any(running.status is None for running in self.ranks):
             self.signals.wait(0.05)
@@ -172,27 +184,24 @@ class Watch:
                     return self._report(left_early(left[1], left[2], left[0]))
         if culprit.rank.rank != 0:
             self.last_words.append(f"[{self.node.host}] end of {culprit.rank.log}:\n{last_lines(Path(culprit.rank.log))}")
-        return self._report(describe(culprit, self.node.host, self.node.node_rank))
+        return self._report(describe(culprit, self.node.host, self.node.node_rank, self.memory.words()))
 
     def _missing_peer(self) -> Fault | None:
         """A rank of this node that the failed ones may be missing: stopped by a signal, or gone before its time with code 0."""
-        if fault := self._stopped_process(seconds=0):
-            return fault
+        for running in self.ranks:
+            if running.status is None and process_state(running.pid) == "T":
+                cause = f"stopped by a signal (pid {running.pid} is in state T) while the others waited for it"
+                fix = "do not stop single ranks; start again to go on from the last checkpoint"
+                return self._own_fault("C2", running.rank.rank, cause, fix, ExitCode.STALLED)
         gone = [running for running in self.ranks if running.status == ExitCode.DONE]
         return left_early(self.node.host, gone[0].rank.rank, self.node.node_rank) if gone else None
 
-    def _stopped_process(self, seconds: float = _STOPPED_SECONDS) -> Fault | None:
-        """A rank that somebody stopped (SIGSTOP): it lives, answers nobody, and all others wait for it."""
-        for running in self.ranks:
-            if running.status is None and process_state(running.pid) == "T":
-                running.stopped_since = running.stopped_since or time.monotonic()
-                if time.monotonic() - running.stopped_since >= seconds:
-                    cause = f"stopped by a signal (pid {running.pid} is in state T) while the others waited for it"
-                    fix = "do not stop single ranks; start again to go on from the last checkpoint"
-                    return self._own_fault("C2", running.rank.rank, cause, fix, ExitCode.STALLED)
-            else:
-                running.stopped_since = None
-        return None
+    def _stall(self) -> Fault | None:
+        """A rank that holds the others up, or a node that is gone."""
+        try:
+            return self.inquest.tick()
+        except ConnectionError:
+            return self._lost_node_0()
 
     def _fault_elsewhere(self, now: bool = False) -> Fault | None:
         """What another node reported, or that node 0 is gone. Asks about twice a second."""
@@ -217,14 +226,10 @@ class Watch:
         be writing the last checkpoint. Node 0 holds the store, so it leaves last."""
         try:
             self.roll.say_goodbye(self.node.node_rank * self.node.nproc_per_node)
-            until = time.monotonic() + self.patience_seconds
             while not self.roll.all_said_goodbye():
                 self.signals.wait(_TICK_SECONDS)
-                if fault := self.roll.fault():
+                if fault := self.roll.fault() or self.inquest.tick():
                     return fault
-                if self.node.node_rank == 0 and time.monotonic() > until:  # the others see by the store whether node 0 lives
-                    cause = f"ended, but not all nodes said goodbye within {self.patience_seconds:.0f} s"
-                    return self._own_fault("C13", None, cause, "look at the other nodes' logs", ExitCode.NODE_LOST)
             self.roll.leave()
         except ConnectionError:
             return self._lost_node_0()

@@ -24,6 +24,7 @@ from torch.utils.data import Dataset
 from trainer import targets
 from trainer.config import Config, accumulation_steps
 from trainer.errors import ERROR_FILE, ConfigError, ExitCode, FaultError, KitError, write_error_file
+from trainer.pulse import PULSE, Phase, Pulse
 from trainer.settings import dump_config, load_config, refuse_stopped
 from trainer.train.batches import GlobalOrder, Loading, mix
 from trainer.train.checkpoint import Checkpointer
@@ -39,6 +40,8 @@ from trainer.train.weights import load
 
 logger = logging.getLogger(__name__)
 
+_UNWATCHED_SECONDS = 600.0  # under torchrun, unless watch.stall_seconds is set
+
 
 def main(arguments: list[str]) -> int:
     """Train; returns the exit code of this rank."""
@@ -46,9 +49,14 @@ def main(arguments: list[str]) -> int:
         # torch.distributed.launch still adds a flag for what LOCAL_RANK says
         config = load_config(*(a for a in arguments if not re.match(r"--local[-_]rank=", a)))
         gpus = config.resources.gpus_per_node if config.training.device == "auto" else 0
-        with joined(gpus, config.watch.stall_seconds) as world:
+        with joined(gpus, _patience(config)) as world:
             _configure_logging(world)
-            return train(config, world)
+            pulse = Pulse.of()
+            pulse.enter(Phase.SETUP)
+            code = train(config, world, pulse)
+            pulse.enter(Phase.TEARDOWN)
+        pulse.enter(Phase.DONE)
+        return code
     except KitError as error:
         path = os.environ.get(ERROR_FILE)
         if path:
@@ -59,7 +67,7 @@ def main(arguments: list[str]) -> int:
         return error.exit_code
 
 
-def train(config: Config, world: World) -> int:
+def train(config: Config, world: World, pulse: Pulse) -> int:
     """Train one run to its end, or to a stop signal; returns the exit code."""
     folder = Path(config.folder)
     end = config.resources.end_time(os.environ, time.time())
@@ -77,12 +85,21 @@ def train(config: Config, world: World) -> int:
         order = _order(config, world, _same_on_all_ranks(config, world, samples))
         total = _total_steps(config, order)
         loop = _loop(config, world, order, total)
+        loop.pulse = pulse
         _resume(config, loop, saver, order.samples)
         if world.rank == 0 and (doubt := check_disk(saver.folder, loop.states, saver.keep_last)):
             logger.warning(f"warning: {doubt}")
         _tell(config, world, order, loop, total)
         run = Run(world, order, total, loop, saver, training, evaluation, _cadence(config), loading)
         return ExitCode.STOPPED if run.go(stop, folder, config.training.tensorboard) else ExitCode.DONE
+
+
+def _patience(config: Config) -> float:
+    """How many seconds one collective, or a loader worker, may take. A node process that watches is to speak first."""
+    watch = config.watch
+    if PULSE in os.environ:
+        return 2 * watch.phase_seconds + (watch.stall_seconds or 0)
+    return watch.stall_seconds or _UNWATCHED_SECONDS
 
 
 def _data(config: Config) -> tuple[Dataset[Any], Dataset[Any] | None]:
@@ -167,7 +184,7 @@ def _loading(config: Config, world: World) -> Loading:
     data = config.data
     assert data is not None
     pin = data.pin_memory and world.device.type == "cuda"
-    return Loading(data.num_workers, data.prefetch_factor, pin, config.watch.stall_seconds)
+    return Loading(data.num_workers, data.prefetch_factor, pin, _patience(config))
 
 
 def _resume(config: Config, loop: Loop, saver: Checkpointer, samples: int) -> None:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 from trainer.errors import ConfigError
+from trainer.pulse import Phase, Pulse
 from trainer.train.batches import Loading, batches
 from trainer.train.distributed import World
 from trainer.train.optim import LearningRate, MovingAverage, clip
@@ -66,6 +67,7 @@ class Loop:
         self._scaler = torch.amp.GradScaler(world.device.type) if options.precision == "fp16" else None
         self._parameters = list(model.parameters())
         self.before_update: Callable[[], None] = lambda: None  # called before the weights change, in a step or for an evaluation
+        self.pulse = Pulse()  # where this rank is, for whoever watches
         self._window = Window(world.device)
         self._memory_format = torch.channels_last if options.channels_last else torch.preserve_format
         self._moves = world.device.type != "cpu" or len(world.devices) > 1 or options.channels_last
@@ -80,13 +82,18 @@ class Loop:
         self.rate.set(self.updates)
         last = self.options.accumulation - 1
         for micro in range(self.options.accumulation):
+            self.pulse.enter(Phase.DATA)
             batch = next(micro_batches)
+            self.pulse.enter(Phase.FORWARD)
             with self._no_exchange if micro < last else nullcontext():
                 loss, outputs, targets = self._forward(self.model, batch)
+                self.pulse.enter(Phase.BACKWARD)
                 self._backward(loss if not last else loss / (last + 1))
             self._window.add(loss, outputs, targets)
+        self.pulse.enter(Phase.OPTIMIZER)
         self._update_weights()
         self.step += 1
+        self.pulse.stepped(self.step)
 
     def _forward(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Mean loss, outputs and targets of one batch. Targets go where the outputs are: a split model ends on another device."""
@@ -142,6 +149,7 @@ class Loop:
 
         Runs the bare module, so that ranks may have different numbers of batches. Every rank must call it.
         """
+        self.pulse.enter(Phase.EVALUATION)
         self.before_update()  # the average is swapped in, and loader workers are forked: nothing else may be under way
         self._share_buffers()
         mine = torch.arange(self.world.rank, len(dataset), self.world.world_size)  # type: ignore[arg-type]
@@ -152,6 +160,7 @@ class Loop:
         try:
             for batch in batches(dataset, chosen, seed, Loading(num_workers)):
                 window.add(*self._forward(self.bare, batch))
+                self.pulse.stay(Phase.EVALUATION)
         finally:
             self.bare.train()
             self._swap_average()

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from trainer.pulse import Phase
 from trainer.train.batches import GlobalOrder, Loading, batches
 from trainer.train.checkpoint import Checkpointer
 from trainer.train.distributed import World
@@ -64,6 +65,7 @@ class Run:
         with self.reporting(folder, tensorboard):
             while self.loop.step < self.total and not stopped:
                 stopped = self.advance(stop)
+            self.loop.pulse.enter(Phase.SAVE)
             saved = self.saver.finish()
         if stopped and self.world.rank == 0:
             name = stop.reason or "a signal to another rank"
@@ -106,6 +108,7 @@ class Run:
             self._report.evaluation(values)
 
     def _save(self) -> None:
+        self.loop.pulse.enter(Phase.SAVE)
         step, order = self.loop.step, self.order
         position = {
             "position": step * order.batch_size,

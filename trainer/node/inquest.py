@@ -1,0 +1,160 @@
+"""How nodes keep an eye on each other's ranks: each tells node 0 where its ranks are, and node 0 sees who is lost or holds the
+job up. Then all look at the stacks of their ranks, and one verdict falls."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import ExitCode, Fault
+from trainer.node.stacks import Stack, collect
+from trainer.node.stall import Finding, Sight, holding_up, verdict
+from trainer.node.store import Roll
+from trainer.node.verdict import Running
+from trainer.process import process_state
+from trainer.pulse import Phase
+
+_BEAT_SECONDS = 2.0
+LOST_SECONDS = 20.0  # a node that tells nothing for so long is gone
+_WAITING_SECONDS = 5.0  # with a rank that shows no progress for so long, a node asks whether node 0 wants to know more
+_ASLEEP_SECONDS = 5.0  # with no tick for so long, this process was stopped itself
+_FINDING_SECONDS = 8.0  # how long node 0 waits for all nodes' findings
+
+
+class Inquest:
+    """One node's part in it."""
+
+    def __init__(self, roll: Roll, hosts: Sequence[str], ranks: Sequence[Running], evidence: Callable[[str], Path]) -> None:
+        """
+        Args:
+            hosts: the nodes' names by node rank.
+            ranks: of this node; others may be added.
+            evidence: the folder for what is found out, given `hang` or `crash`; made if missing.
+        """
+        self.roll, self.node, self.hosts, self.ranks, self._evidence = roll, roll.node, hosts, ranks, evidence
+        self._beats = 0
+        self._next, self._ticked = 0.0, time.monotonic()
+        self._told: list[str] = [""] * len(hosts)  # by each node, the last time
+        self._since = [time.monotonic()] * len(hosts)  # when that changed
+        self._testified = False
+
+    def tick(self) -> Fault | None:
+        """Look at this node's ranks, and at times talk to the others; returns the fault if there is one.
+
+        Raises:
+            ConnectionError: node 0 does not answer.
+        """
+        now = time.monotonic()
+        asleep, self._ticked = now - self._ticked > _ASLEEP_SECONDS, now
+        sights = self.look(now, asleep)
+        if asleep:
+            self._since = [now] * len(self.hosts)
+        if self.node.nnodes == 1:
+            return self._decide(sights) if holding_up(sights) else None
+        if now < self._next:
+            return None
+        self._next, self._beats = now + _BEAT_SECONDS, self._beats + 1
+        self.roll.beat(self._told_of(sights))
+        if self.node.node_rank == 0:
+            return self._preside(now)
+        if not self._testified and any(sight.age > _WAITING_SECONDS for sight in sights) and self.roll.summoned():
+            self._testified = True
+            self.roll.testify(self._told_of(self._examine(self.look(time.monotonic()))))
+        return None
+
+    def look(self, now: float, asleep: bool = False) -> list[Sight]:
+        """This node's ranks.
+
+        Args:
+            asleep: this process was stopped until now, such as by a scheduler that suspends the job.
+        """
+        found = []
+        for running in self.ranks:
+            state = f"exit {running.status}" if running.status is not None else process_state(running.pid) or "gone"
+            vitals = running.vitals
+            beat = vitals.look(now, state, asleep)
+            where = (beat.step, beat.place, beat.phase, beat.sequence)
+            who = (running.rank.rank, self.node.host, self.node.node_rank, running.pid, state)
+            found.append(Sight(*who, *where, vitals.age(now), vitals.left(now)))
+        return found
+
+    def _told_of(self, sights: Sequence[Sight]) -> str:
+        return json.dumps({"beat": self._beats, "ranks": [asdict(sight) for sight in sights]})
+
+    def crashed(self) -> None:
+        """Keep where this node's ranks were when one failed."""
+        self._keep("crash", self.look(time.monotonic()), {})
+
+    def _preside(self, now: float) -> Fault | None:
+        told = self.roll.beats()
+        for node_rank, text in enumerate(told):
+            if text != self._told[node_rank]:
+                self._told[node_rank], self._since[node_rank] = text, now
+            elif now - self._since[node_rank] > LOST_SECONDS:
+                return self._lost(node_rank)
+        sights = [sight for text in told for sight in _sights(text)]
+        return self._decide(sights) if holding_up(sights) else None
+
+    def _lost(self, node_rank: int) -> Fault:
+        host, ranks = self.hosts[node_rank], [sight.rank for sight in _sights(self._told[node_rank])]
+        those = f"with rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} " if ranks else ""
+        cause = f"lost node {node_rank} ({host}) {those}: no sign of life for {LOST_SECONDS:.0f} s"
+        fix = "see whether that machine and its network are up, then start again to go on from the last checkpoint"
+        return self.roll.report(Fault("C3", host, cause, fix, ExitCode.NODE_LOST, node_rank=node_rank))
+
+    def _decide(self, sights: Sequence[Sight]) -> Fault:
+        """Have all nodes look closer, then name the rank at fault."""
+        if self.node.nnodes > 1:
+            self.roll.summon()
+        found = {sight.rank: sight for sight in self._examine([s for s in sights if s.node_rank == self.node.node_rank])}
+        if self.node.nnodes > 1:
+            for text in self.roll.testimonies(_FINDING_SECONDS):
+                found |= {sight.rank: sight for sight in _sights(text)}
+        # what they are at is told by the findings, how far they were by what led here
+        return self.roll.report(verdict([replace(s, finding=found[s.rank].finding) if s.rank in found else s for s in sights]))
+
+    def _examine(self, sights: Sequence[Sight]) -> list[Sight]:
+        stacks = {
+            running.rank.rank: collect(running.pid, running.vitals.stacks_fd) for running in self.ranks if not running.ended
+        }
+        examined = [replace(sight, finding=_finding(stacks.get(sight.rank, []))) for sight in sights]
+        self._keep("hang", examined, stacks)
+        return examined
+
+    def _keep(self, kind: str, sights: Sequence[Sight], stacks: dict[int, list[Stack]]) -> None:
+        with suppress(OSError):  # a full disk must not hide what happened
+            folder = self._evidence(kind)
+            table = [{**asdict(sight), "phase": sight.phase.words} for sight in sights]
+            (folder / f"node-{self.node.node_rank:04d}.json").write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+            for rank, processes in stacks.items():
+                text = "\n\n".join(stack.text() for stack in processes) + "\n"
+                (folder / f"rank-{rank:04d}.{self.node.host}.txt").write_text(text, encoding="utf-8")
+
+
+def _finding(processes: Sequence[Stack]) -> Finding:
+    if not processes:
+        return Finding()
+    own = processes[0]
+    workers = (f"pid {each.pid} {_words(each)}" for each in processes[1:] if each.threads or each.state in "TD")
+    return Finding(own.place, own.waits, own.collective, own.loads, tuple(workers))
+
+
+def _words(stack: Stack) -> str:
+    if stack.state in "TD":
+        return f"is in state {stack.state}"
+    return f"{stack.waits} in {stack.place}"
+
+
+def _sights(text: str) -> list[Sight]:
+    """What a node told of its ranks."""
+    return [_sight(values) for values in json.loads(text)["ranks"]] if text else []
+
+
+def _sight(values: dict[str, Any]) -> Sight:
+    finding = Finding(**{**values["finding"], "workers": tuple(values["finding"]["workers"])})
+    return Sight(**{**values, "phase": Phase(values["phase"]), "finding": finding})

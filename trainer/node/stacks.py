@@ -1,0 +1,135 @@
+"""Where the processes of a rank are stuck: the Python stacks of its threads and its loader workers', and what the kernel says.
+
+A rank has Python's own faulthandler answer a signal, from C, so that it answers while it waits in native code; workers that were
+forked from it inherit that. What does not (a fresh process, one that is stopped) is told by the kernel's words alone.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trainer.errors import own_frame
+from trainer.node.vitals import STACKS
+from trainer.process import descendants, process_state
+
+_SIGNAL: int | None = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
+_ANSWER_SECONDS, _SETTLE_SECONDS = 1.0, 0.02
+_FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
+_WAITS = {"futex": "waits for a lock", "nanosleep": "sleeps", "pipe_read": "waits for another process", "poll": "waits"}
+Frame = tuple[str, int, str]  # file, line, function
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One process. `threads`: the frames of each, innermost first, the main thread first; empty if it did not answer."""
+
+    pid: int
+    state: str  # the kernel's letter
+    kernel: str  # the function of the kernel's that it waits in, or ""
+    threads: list[list[Frame]] = field(default_factory=list)
+
+    @property
+    def main(self) -> list[Frame]:
+        """The main thread's frames."""
+        return self.threads[0] if self.threads else []
+
+    @property
+    def place(self) -> str:
+        """`file:line in function` where it is in the user's code, or "" where that is not known."""
+        if not self.main:
+            return ""
+        name, line, function = own_frame(self.main)
+        return f"{Path(name).name}:{line} in {function}"
+
+    @property
+    def waits(self) -> str:
+        """What it does there, in words: it sleeps, it waits for a lock."""
+        found = [words for part, words in _WAITS.items() if part in self.kernel]
+        return found[0] if found else "is"
+
+    @property
+    def collective(self) -> str | None:
+        """The collective that the main thread is in; "backward" for the exchange of gradients, or before it."""
+        functions = [(name, function) for name, _, function in self.main]
+        called = [f for name, f in functions if name.endswith(_COLLECTIVES) and f not in ("wrapper", "_wait_for")]
+        if called:
+            return called[-1]
+        return "backward" if functions and functions[0][1] == "_engine_run_backward" else None
+
+    @property
+    def loads(self) -> bool:
+        """Whether the main thread waits for its loader workers."""
+        return any(name.endswith("torch/utils/data/dataloader.py") and f == "_get_data" for name, _, f in self.main)
+
+    def text(self) -> str:
+        """For people."""
+        lines = [f"process {self.pid}, state {self.state}" + (f", in the kernel's {self.kernel}" if self.kernel else "")]
+        for number, frames in enumerate(self.threads):
+            lines.append("main thread" if number == 0 else f"thread {number}")
+            lines += [f'  File "{name}", line {line} in {function}' for name, line, function in frames]
+        return "\n".join(lines)
+
+
+_COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/nn/functional.py")
+
+
+def answer_when_asked(environ: Mapping[str, str] = os.environ) -> None:
+    """In a rank: have its stacks written on request, and to its log if it crashes."""
+    faulthandler.enable()
+    if _SIGNAL and STACKS in environ:
+        faulthandler.register(_SIGNAL, file=int(environ[STACKS]), all_threads=True)
+
+
+def collect(rank: int, stacks_fd: int) -> list[Stack]:
+    """The rank's process first, then all that it has started.
+
+    Args:
+        rank: its pid.
+        stacks_fd: where it writes.
+    """
+    return [_of(pid, stacks_fd) for pid in (rank, *descendants(rank))]
+
+
+def _of(pid: int, fd: int) -> Stack:
+    state, kernel = process_state(pid) or "gone", ""
+    with suppress(OSError):
+        kernel = Path(f"/proc/{pid}/wchan").read_text().strip("0")
+    text = _ask(pid, fd) if state in "RSD" and _answers(pid) else ""
+    return Stack(pid, state, kernel, list(_threads(text)))
+
+
+def _answers(pid: int) -> bool:
+    """Whether the process catches the signal: it would die of it otherwise."""
+    with suppress(OSError):
+        if found := re.search(r"^SigCgt:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE):
+            return bool(_SIGNAL and int(found[1], 16) >> (_SIGNAL - 1) & 1)
+    return False
+
+
+def _ask(pid: int, fd: int) -> str:
+    start = size = os.fstat(fd).st_size
+    with suppress(ProcessLookupError):
+        os.kill(pid, _SIGNAL or 0)
+    until = time.monotonic() + _ANSWER_SECONDS
+    while time.monotonic() < until:
+        time.sleep(_SETTLE_SECONDS)
+        before, size = size, os.fstat(fd).st_size
+        if start < before == size:
+            break
+    return os.pread(fd, size - start, start).decode("utf-8", "replace")
+
+
+def _threads(text: str) -> Iterator[list[Frame]]:
+    """The threads of one answer, the main thread first: the kernel gives it a process's signals."""
+    parts = re.split(r"^(Current thread|Thread) 0x.*$", text, flags=re.MULTILINE)[1:]
+    threads = sorted(zip(parts[::2], parts[1::2], strict=True), key=lambda each: each[0] != "Current thread")
+    for _, frames in threads:
+        yield [(found[1], int(found[2]), found[3]) for found in _FRAME.finditer(frames)]

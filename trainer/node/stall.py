@@ -1,0 +1,111 @@
+"""Whether a job stands still, and who holds it up: decided from what all nodes see of their ranks. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from trainer.errors import ExitCode, Fault
+from trainer.node.verdict import left_early
+from trainer.pulse import Phase
+
+_RETRY = "start again to go on from the last checkpoint"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the processes of a rank that does not get on are at."""
+
+    place: str = ""  # file:line in function, of the user's code
+    waits: str = "is"  # what it does there, in words
+    collective: str | None = None  # that its main thread is in
+    loads: bool = False  # it waits for its loader workers
+    workers: tuple[str, ...] = ()  # what each of these is at
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What a node sees of one of its ranks."""
+
+    rank: int
+    host: str
+    node_rank: int
+    pid: int
+    state: str  # the kernel's letter, or "exit 0"
+    step: int
+    place: int  # phases entered since the last step ended
+    phase: Phase
+    sequence: int  # collectives begun
+    age: float  # seconds since its last progress
+    left: float  # seconds that it may go on like this
+    finding: Finding = field(default=Finding())
+
+    @property
+    def position(self) -> tuple[int, int, int]:
+        """How far it has come."""
+        return self.step, self.place, self.sequence
+
+    @property
+    def alive(self) -> bool:
+        """It has not ended."""
+        return not self.state.startswith("exit")
+
+
+def holding_up(sights: Sequence[Sight]) -> list[Sight]:
+    """The ranks that hold the job up, if it stands still; none while the last of all still has time."""
+    alive = [sight for sight in sights if sight.alive]
+    if all(sight.left >= 0 for sight in alive):
+        return []
+    if gone := [sight for sight in sights if not sight.alive]:
+        return gone
+    last = min(sight.position for sight in alive)
+    found = [sight for sight in alive if sight.position == last]
+    return found if all(sight.left < 0 for sight in found) else []
+
+
+def verdict(sights: Sequence[Sight]) -> Fault:
+    """The fault of a job that stands still.
+
+    Args:
+        sights: of all ranks, with findings.
+    """
+    held = holding_up(sights) or [sight for sight in sights if sight.left < 0] or list(sights)
+    if not held[0].alive:
+        return left_early(held[0].host, held[0].rank, held[0].node_rank)
+    stopped = [sight for sight in sights if sight.state == "T"]
+    busy = [sight for sight in held if not sight.finding.collective]
+    culprit = (stopped or busy or held)[0]
+    others = [sight for sight in sights if sight.alive and sight.rank != culprit.rank]
+    code, cause, fix = _words(culprit, others, network=not stopped and not busy and len(held) == len(sights) > 1)
+    where = f"step {culprit.step + 1}" if culprit.phase != Phase.START else "its script"
+    cause = f"{cause} ({where}, {culprit.phase.words}, no progress for {culprit.age:.0f} s)"
+    return Fault(code, culprit.host, cause, fix, ExitCode.STALLED, culprit.rank, culprit.node_rank)
+
+
+def _words(culprit: Sight, others: Sequence[Sight], network: bool) -> tuple[str, str, str]:
+    """Code, cause and fix."""
+    found, waiting = culprit.finding, ", the others wait for it" if others else ""
+    if culprit.state == "T":
+        cause = f"stopped by a signal (pid {culprit.pid} is in state T){waiting}"
+        return "C2", cause, f"do not stop single ranks; {_RETRY}"
+    if culprit.state == "D":
+        cause = f"in uninterruptible sleep (pid {culprit.pid} is in state D){waiting}"
+        return "C2", cause, "a disk, a network file system or a device does not answer: see the kernel's log on that machine"
+    if network:
+        cause = f"all ranks are in the same {found.collective}, and none gets on"
+        return "C3", cause, "look at the network between the nodes (links, switches, firewalls), then start again"
+    if found.loads or (culprit.phase == Phase.DATA and found.workers):
+        cause = f"waits for its loader workers: {'; '.join(found.workers) or 'none is left'}{waiting}"
+        return "E4", cause, _data_fix(found.workers)
+    if found.collective and found.collective != "backward":
+        doing = sorted({sight.finding.collective or sight.phase.words for sight in others})
+        cause = f"is in {found.collective} ({found.place}), while the others are in {' and '.join(doing)}"
+        return "C5", cause, "let every rank call the same collectives in the same order; look for `if rank == 0`"
+    at = f"{found.waits} in {found.place}" if found.place else "does not get on"
+    return "C2", f"{at}{waiting}", "see its stack (trainer explain), or raise watch.stall_seconds if that may take so long"
+
+
+def _data_fix(workers: Sequence[str]) -> str:
+    if any("lock" in words for words in workers):
+        return "a thread held the lock when the workers were forked: start such threads after the loader, or num_workers=0"
+    return "see what the dataset does there (trainer explain); raise watch.stall_seconds if that may take so long"

@@ -1,0 +1,99 @@
+"""What a node process sees of one rank while it lives: its pulse, how long it has been at what it does, and how long it may."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from dataclasses import dataclass
+
+from trainer.process import memory_file
+from trainer.pulse import PULSE, SIZE, Beat, Phase, read
+
+STACKS = "TRAINER_STACKS_FD"  # where a rank and its loader workers write their stacks when asked to
+_STEP = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.BETWEEN)
+_SLOWEST_TIMES, _LEAST_SECONDS = 20, 60.0  # what is learned: a step may take so many times the slowest before it, but so long
+_SCRIPT_SECONDS = 600.0  # for a script that says nothing and is seen by its collectives only: an evaluation may have none
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a rank may show no progress."""
+
+    stall_seconds: float | None = None  # in a step; None: learned
+    phase_seconds: float = 1800.0  # in its start, its first step, a save, one batch of an evaluation
+
+
+class Vitals:
+    """Made before the rank is started, which inherits both descriptors."""
+
+    def __init__(self, limits: Limits, world_size: int, now: float) -> None:
+        """
+        Args:
+            now: by time.monotonic(), here and below.
+        """
+        self.pulse_fd, self.stacks_fd = memory_file("pulse"), memory_file("stacks")
+        os.ftruncate(self.pulse_fd, SIZE)
+        self._memory = mmap.mmap(self.pulse_fd, SIZE)
+        self.limits, self.world_size = limits, world_size
+        self.beat, self.since = Beat(), now  # the last progress
+        self._step_since, self._slowest = now, 0.0
+        self._stopped: float | None = None  # since when, by a signal
+
+    @property
+    def fds(self) -> tuple[int, int]:
+        """What the rank must inherit."""
+        return self.pulse_fd, self.stacks_fd
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """How the rank finds them."""
+        return {PULSE: str(self.pulse_fd), STACKS: str(self.stacks_fd)}
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._memory.close()
+        for fd in self.fds:
+            os.close(fd)
+
+    def look(self, now: float, state: str, excused: bool = False) -> Beat:
+        """Read the pulse.
+
+        Args:
+            state: the kernel's letter for the process.
+            excused: no progress was to be expected, as this node was stopped itself.
+        """
+        beat, before = read(self._memory), self.beat
+        excused = excused or state == "t"  # by a debugger
+        self._stopped = (self._stopped or now) if state == "T" and not excused else None
+        if excused or (beat.progress, beat.sequence) != (before.progress, before.sequence):
+            self.since = now
+        if beat.done != before.done:
+            if before.done and not excused:  # the first step compiles, and fills caches
+                self._slowest = max(self._slowest, (now - self._step_since) / (beat.done - before.done))
+            self._step_since = now
+        self.beat = beat
+        return beat
+
+    def age(self, now: float) -> float:
+        """Seconds since the last progress."""
+        return now - self.since
+
+    def left(self, now: float) -> float:
+        """Seconds that it may go on like this; below 0 it is overdue."""
+        if self._stopped:
+            return (self.limits.stall_seconds or _LEAST_SECONDS) - (now - self._stopped)
+        return self._limit - self.age(now)
+
+    @property
+    def _limit(self) -> float:
+        beat, set_by_user = self.beat, self.limits.stall_seconds
+        if beat.phase in (Phase.TEARDOWN, Phase.DONE):
+            return set_by_user or _LEAST_SECONDS
+        if beat.phase == Phase.START and not beat.done:  # a script of the user's
+            if beat.sequence and self.world_size > 1:
+                return set_by_user or _SCRIPT_SECONDS
+            return self.limits.phase_seconds if self.world_size > 1 else math.inf
+        if beat.phase not in (Phase.START, *_STEP) or not beat.done:
+            return self.limits.phase_seconds
+        return set_by_user or max(_LEAST_SECONDS, _SLOWEST_TIMES * self._slowest)

@@ -1,0 +1,110 @@
+"""A rank's sign of life: where it is, in memory that its node process reads. Nothing is sent and neither waits for the other.
+
+The kit's own ranks say each phase of a step. Of any other script its collectives are seen: every process group numbers them, and
+a thread looks at the numbers.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+PULSE = "TRAINER_PULSE_FD"  # a descriptor of shared memory; set by the node process
+SIZE = mmap.PAGESIZE
+_PLACE, _SEQUENCE = struct.Struct("<QQIIQ"), struct.Struct("<Q")
+_LOOK_SECONDS = 0.5
+
+
+class Phase(IntEnum):
+    """What a rank is at."""
+
+    START = 0  # its imports; all that an own script does which says nothing
+    SETUP = 1  # process group, data, model, checkpoint
+    DATA = 2  # waiting for the next batch
+    FORWARD = 3
+    BACKWARD = 4  # with the exchange of gradients
+    OPTIMIZER = 5
+    BETWEEN = 6  # steps: metrics, the agreement on a stop
+    EVALUATION = 7
+    SAVE = 8
+    TEARDOWN = 9
+    DONE = 10  # all was done: its goodbye
+
+    @property
+    def words(self) -> str:
+        """For a sentence with "in"."""
+        names = {Phase.START: "its start", Phase.DATA: "data loading", Phase.OPTIMIZER: "the optimizer", Phase.SAVE: "a save"}
+        return names.get(self, self.name.lower())
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What was read of a rank."""
+
+    step: int = 0  # optimizer steps done
+    done: int = 0  # of them in this process
+    place: int = 0  # phases entered since the last step ended
+    phase: Phase = Phase.START
+    progress: int = 0  # grows with everything that is done
+    sequence: int = 0  # collectives begun
+
+
+class Pulse:
+    """A rank's end of it. Where no node process listens, it writes into memory of its own, and costs the same."""
+
+    def __init__(self, memory: mmap.mmap | bytearray | None = None) -> None:
+        self._memory = bytearray(SIZE) if memory is None else memory
+        self.step = self.done = self._place = self._progress = 0
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str] = os.environ) -> Pulse:
+        """The one that the node process has given this rank."""
+        return cls(mmap.mmap(int(environ[PULSE]), SIZE)) if PULSE in environ else cls()
+
+    def enter(self, phase: Phase) -> None:
+        """Go on to the next phase."""
+        self._place += 1
+        self._progress += 1
+        _PLACE.pack_into(self._memory, 0, self.step, self.done, self._place, phase, self._progress)
+
+    def stay(self, phase: Phase) -> None:
+        """Say that something was done within a phase, such as a batch of an evaluation."""
+        self._progress += 1
+        _PLACE.pack_into(self._memory, 0, self.step, self.done, self._place, phase, self._progress)
+
+    def stepped(self, step: int) -> None:
+        """An optimizer step has ended: `step` are done."""
+        self.step, self._place = step, 0
+        self.done += 1
+        self.enter(Phase.BETWEEN)
+
+    def follow_collectives(self) -> None:
+        """Look at the numbers of the process groups' collectives now and then, from a thread: its rank may be stuck in one."""
+        threading.Thread(target=self._follow, daemon=True, name="collectives").start()
+
+    def _follow(self) -> None:
+        while True:
+            _SEQUENCE.pack_into(self._memory, _PLACE.size, _collectives())
+            threading.Event().wait(_LOOK_SECONDS)
+
+
+def read(memory: mmap.mmap) -> Beat:
+    """What a rank has last written."""
+    step, done, place, phase, progress = _PLACE.unpack_from(memory, 0)
+    return Beat(step, done, place, Phase(phase), progress, *_SEQUENCE.unpack_from(memory, _PLACE.size))
+
+
+def _collectives() -> int:
+    """Collectives begun in all process groups, as torch numbers them; 0 where there are none."""
+    torch: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    try:
+        return sum(group._get_sequence_number_for_group() for group in list(torch._world.pg_map)) if torch else 0
+    except (RuntimeError, AttributeError):  # a backend that does not number them; torch is still being loaded
+        return 0
