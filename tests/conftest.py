@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -16,6 +17,9 @@ from tests.lab.engine import Engine
 from tests.lab.engine import missing as missing_tools
 from tests.lab.machines import LOGIN
 from tests.lab.slurm import USER, Cluster, missing
+
+if TYPE_CHECKING:
+    from tests.machines import Nodes
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several ranks share this machine's cores
 for name in [n for n in os.environ if n.startswith(("PET_", "SLURM_", "RANK", "WORLD_SIZE", "MASTER_"))]:
@@ -58,6 +62,26 @@ def shared(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         if left:  # the tests after this one are not to suffer for it
             cluster.on(LOGIN, "scontrol", "update", f"nodename={','.join(cluster.nodes)}", "state=resume", check=False)
         assert not left, left
+
+
+@pytest.fixture
+def place(cluster: Cluster) -> Iterator[Path]:
+    """A folder that both machines see; their networks are whole again afterwards."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        yield Path(folder)
+    for node in cluster.nodes:
+        cluster.heal(node)
+
+
+@pytest.fixture
+def nodes(cluster: Cluster, place: Path) -> Iterator[Nodes]:
+    """Both machines."""
+    from tests.machines import Nodes  # it brings torch
+
+    made = Nodes(cluster, place)
+    yield made
+    for rank in list(made.started):
+        made.kill(rank)
 
 
 class Docker:

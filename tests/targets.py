@@ -1,5 +1,9 @@
 """Targets that a user might bring."""
 
+import os
+import signal  # noqa: F401 (for the statements of a test)
+import sys  # noqa: F401
+import threading
 import time
 
 import torch
@@ -33,3 +37,51 @@ def augmented(seconds: float = 0.0, log: str | None = None) -> tuple[Augmented, 
 
 def dropout() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 10))
+
+
+def _went_wrong(where: str, counted: int, rank: int, number: int, what: str) -> None:
+    if counted == number and os.environ.get("RANK", "0") == str(rank):
+        exec(what, {**globals(), "where": where})
+
+
+class FaultyData(Dataset):  # type: ignore[type-arg]
+    """The digits, slowly; on one rank (or in its workers) a statement comes before the sample that is asked for as number N."""
+
+    def __init__(self, rank: int, number: int, what: str, seconds: float) -> None:
+        self.images, self.seconds, self.counted = digits()[0], seconds, 0
+        self.faulty = (rank, number, what)
+
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.counted += 1
+        time.sleep(self.seconds)
+        _went_wrong("data", self.counted, *self.faulty)
+        image, label = self.images[index]
+        return image, label
+
+
+LOCK = threading.Lock()  # held for ever: as if a thread had held it when the workers were forked
+LOCK.acquire()
+
+
+def faulty_data(rank: int = -1, number: int = 0, what: str = "", seconds: float = 0.001) -> tuple[FaultyData, FaultyData]:
+    return FaultyData(rank, number, what, seconds), FaultyData(-1, 0, "", seconds)
+
+
+class FaultyModel(nn.Module):
+    """A linear model; on one rank a statement comes before its forward pass number N."""
+
+    def __init__(self, rank: int, number: int, what: str) -> None:
+        super().__init__()
+        self.layer, self.counted, self.faulty = nn.Linear(64, 10), 0, (rank, number, what)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.counted += 1
+        _went_wrong("model", self.counted, *self.faulty)
+        return self.layer(images.flatten(1))
+
+
+def faulty_model(rank: int = -1, number: int = 0, what: str = "") -> FaultyModel:
+    return FaultyModel(rank, number, what)

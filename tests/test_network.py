@@ -8,8 +8,6 @@ import shlex
 import socket
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,11 +15,11 @@ import pytest
 from tests.conftest import DIGITS, ROOT, wait_until
 from tests.jobs import metrics, overrides
 from tests.lab.slurm import Cluster
+from tests.machines import PORT, Nodes, fault
 from trainer.errors import ExitCode
 from trainer.node import network
 
 netns = pytest.mark.netns
-PORT = "23456"
 
 
 def test_the_holder_of_a_port_is_named() -> None:
@@ -67,15 +65,6 @@ def test_what_the_user_has_named_stays() -> None:
     assert network.choose({}, "192.0.2.1") is None
 
 
-@pytest.fixture
-def place(cluster: Cluster) -> Iterator[Path]:
-    """A folder that both machines see; their networks are whole again afterwards."""
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
-        yield Path(folder)
-    for node in cluster.nodes:
-        cluster.heal(node)
-
-
 LATE = """
 import importlib.abc, sys
 class Finder(importlib.abc.MetaPathFinder):
@@ -102,74 +91,6 @@ def data():
 def model():
     return torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(4), torch.nn.Flatten(), torch.nn.Linear(48, 10))
 """
-
-
-class Nodes:
-    """`trainer node` on two machines of the lab, started by hand."""
-
-    def __init__(self, cluster: Cluster, place: Path) -> None:
-        self.cluster, self.run = cluster, place / "run"
-        self.started: dict[int, subprocess.Popen[str]] = {}
-
-    def start(
-        self,
-        rank: int,
-        *settings: str,
-        prepare: str = "true",
-        address: str = "node1",
-        patch: str = "",
-        machine: int = 0,
-        **environ: str,
-    ) -> None:
-        """Start node `rank` on machine `rank` + 1, or another, in a mount namespace of its own.
-
-        Args:
-            prepare: a shell command that comes first.
-            patch: Python statements that come before the kit's own, to have something happen at the right moment.
-        """
-        machine = machine or rank + 1
-        place = {"PET_NNODES": "2", "PET_NODE_RANK": str(rank), "PET_MASTER_ADDR": address, "PET_MASTER_PORT": PORT, **environ}
-        variables = [f"{name}={value}" for name, value in {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **place}.items()]
-        shape = ["backend=slurm", "resources.nodes=2", "resources.ranks_per_node=1", "training.max_steps=3", overrides(self.run)]
-        argv = ["node", str(DIGITS), *shape, "training.log_every_steps=1", *settings]
-        script = f"import os, signal\nimport trainer.node.__main__ as node\n{patch}\nfrom trainer.cli import main\nraise SystemExit(main({argv}))"
-        node = [sys.executable, *(["-c", script] if patch else ["-m", "trainer", *argv])]
-        inside = f"{prepare} && exec env {shlex.join(variables)} {shlex.join(node)}"
-        argv = [
-            *self.cluster.enter(f"node{machine}"),
-            "setpriv",
-            "--pdeathsig",
-            "KILL",
-            "unshare",
-            "--mount",
-            "sh",
-            "-c",
-            inside,
-        ]
-        self.started[machine - 1] = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd="/")
-
-    def end(self, seconds: float = 60) -> list[tuple[int, str]]:
-        """Exit code and output of each, by node rank."""
-        ended = [(process.communicate(timeout=seconds)[0], process.returncode) for process in self.started.values()]
-        return [(code, output) for output, code in ended]
-
-    def kill(self, rank: int) -> None:
-        """End one, and with it all that it has started."""
-        process = self.started.pop(rank)
-        process.kill()
-        process.communicate()
-
-
-@pytest.fixture
-def nodes(cluster: Cluster, place: Path) -> Iterator[Nodes]:
-    made = Nodes(cluster, place)
-    yield made
-    for rank in list(made.started):
-        made.kill(rank)
-
-
-def fault(output: str) -> str:
-    return next((line for line in output.splitlines() if line.startswith("FAULT ")), output)
 
 
 @netns

@@ -53,6 +53,6 @@ class Watch(Section):
     """How long a rank may make no progress in a step; null: learned, 20 times its slowest step so far and at least 60 s (own
     scripts: 600 s)."""
     phase_seconds: Seconds = 1800
-    """How long the start up to the end of the first step may take, a save, and one batch of an evaluation."""
+    """How long the start up to the end of the first step may take, a save, and the first batch of an evaluation."""
     stop_seconds: Seconds = 60
     """How long the ranks may take to save after a stop signal before they are killed."""

@@ -21,7 +21,7 @@ class Limits:
     """How long a rank may show no progress."""
 
     stall_seconds: float | None = None  # in a step; None: learned
-    phase_seconds: float = 1800.0  # in its start, its first step, a save, one batch of an evaluation
+    phase_seconds: float = 1800.0  # in its start, its first step, a save, the first batch of its evaluations
 
 
 class Vitals:
@@ -38,6 +38,7 @@ class Vitals:
         self.limits, self.world_size = limits, world_size
         self.beat, self.since = Beat(), now  # the last progress
         self._step_since, self._slowest = now, 0.0
+        self._slowest_evaluated = 0.0  # batch
         self._stopped: float | None = None  # since when, by a signal
 
     @property
@@ -67,6 +68,8 @@ class Vitals:
         excused = excused or state == "t"  # by a debugger
         self._stopped = (self._stopped or now) if state == "T" and not excused else None
         if excused or (beat.progress, beat.sequence) != (before.progress, before.sequence):
+            if before.phase == beat.phase == Phase.EVALUATION and not excused:
+                self._slowest_evaluated = max(self._slowest_evaluated, now - self.since)
             self.since = now
         if beat.done != before.done:
             if before.done and not excused:  # the first step compiles, and fills caches
@@ -94,6 +97,8 @@ class Vitals:
             if beat.sequence and self.world_size > 1:
                 return set_by_user or _SCRIPT_SECONDS
             return self.limits.phase_seconds if self.world_size > 1 else math.inf
+        if beat.phase == Phase.EVALUATION and self._slowest_evaluated:
+            return max(_LEAST_SECONDS, _SLOWEST_TIMES * self._slowest_evaluated)
         if beat.phase not in (Phase.START, *_STEP) or not beat.done:
             return self.limits.phase_seconds
         return set_by_user or max(_LEAST_SECONDS, _SLOWEST_TIMES * self._slowest)
