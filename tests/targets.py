@@ -39,9 +39,9 @@ def dropout() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 10))
 
 
-def _went_wrong(where: str, counted: int, rank: int, number: int, what: str) -> None:
+def _go_wrong(counted: int, rank: int, number: int, what: str, **names: object) -> None:
     if counted == number and os.environ.get("RANK", "0") == str(rank):
-        exec(what, {**globals(), "where": where})
+        exec(what, {**globals(), **names})
 
 
 class FaultyData(Dataset):  # type: ignore[type-arg]
@@ -57,7 +57,7 @@ class FaultyData(Dataset):  # type: ignore[type-arg]
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         self.counted += 1
         time.sleep(self.seconds)
-        _went_wrong("data", self.counted, *self.faulty)
+        _go_wrong(self.counted, *self.faulty, data=self)
         image, label = self.images[index]
         return image, label
 
@@ -79,7 +79,7 @@ class FaultyModel(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         self.counted += 1
-        _went_wrong("model", self.counted, *self.faulty)
+        _go_wrong(self.counted, *self.faulty, model=self, images=images)
         return self.layer(images.flatten(1))
 
 

@@ -150,6 +150,8 @@ class Training(Section):
     """Write metrics every so many optimizer steps."""
     evaluate_every_epochs: PositiveInt = 1
     """Evaluate after every so many epochs, and at the end."""
+    non_finite: Literal["stop", "skip"] = "stop"
+    """What a step does whose loss or gradients are not finite: end the run, or be left out on all ranks (10 in a row end it)."""
     tensorboard: bool = False
     """Write TensorBoard events beside metrics.jsonl."""
 

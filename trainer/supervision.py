@@ -54,5 +54,7 @@ class Watch(Section):
     scripts: 600 s)."""
     phase_seconds: Seconds = 1800
     """How long the start up to the end of the first step may take, a save, and the first batch of an evaluation."""
+    checksum_every_steps: PositiveInt | None = 500
+    """Compare a checksum of the parameters over all ranks every so many steps, and at each save; null: never."""
     stop_seconds: Seconds = 60
     """How long the ranks may take to save after a stop signal before they are killed."""

@@ -182,8 +182,8 @@ class Watch:
             with suppress(ConnectionError):
                 if left := self.roll.left_early():
                     return self._report(left_early(left[1], left[2], left[0]))
-        if culprit.rank.rank != 0:
-            self.last_words.append(f"[{self.node.host}] end of {culprit.rank.log}:\n{last_lines(Path(culprit.rank.log))}")
+        if culprit.rank.rank != 0 and (text := last_lines(Path(culprit.rank.log))):
+            self.last_words.append(f"[{self.node.host}] end of {culprit.rank.log}:\n{text}")
         return self._report(describe(culprit, self.node.host, self.node.node_rank, self.memory.words()))
 
     def _missing_peer(self) -> Fault | None:

@@ -143,7 +143,8 @@ def _loop(config: Config, world: World, order: GlobalOrder, total: int) -> Loop:
     reference = config.optimizer.scale_lr_from_batch_size
     rate = LearningRate(optimizer, schedule, options.batch_size / reference if reference else 1.0)
     assert config.model is not None
-    step = StepOptions(order.accumulation, options.precision, options.grad_clip_norm, config.model.channels_last)
+    skip, how = options.non_finite == "skip", (options.precision, options.grad_clip_norm, config.model.channels_last)
+    step = StepOptions(order.accumulation, *how, skip)
     average = MovingAverage(model, options.ema_decay) if options.ema_decay is not None else None
     loop = Loop(model, loss, optimizer, rate, world, step, average, config.model.find_unused_parameters)
     seed_all(mix(options.seed, world.rank) % 2**32)  # from here on, dropout and the like differ between ranks
@@ -177,7 +178,8 @@ def _model(config: Config, world: World) -> nn.Module:
 
 def _cadence(config: Config) -> Cadence:
     options = config.training
-    return Cadence(options.log_every_steps, options.evaluate_every_epochs, config.checkpoint.every_steps)
+    every = (options.log_every_steps, options.evaluate_every_epochs, config.checkpoint.every_steps)
+    return Cadence(*every, config.watch.checksum_every_steps)
 
 
 def _loading(config: Config, world: World) -> Loading:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +15,10 @@ from torch.utils.data import Dataset
 
 from trainer.errors import ConfigError
 from trainer.pulse import Phase, Pulse
+from trainer.train.agree import Finite
 from trainer.train.batches import Loading, batches
 from trainer.train.distributed import World
-from trainer.train.optim import LearningRate, MovingAverage, clip
+from trainer.train.optim import LearningRate, MovingAverage, clip, load_optimizer
 from trainer.train.window import Window
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ class StepOptions:
     precision: str = "fp32"  # fp32 | bf16 | fp16
     grad_clip_norm: float | None = None
     channels_last: bool = False
+    skip_non_finite: bool = False  # leave a step out whose loss or gradients are not finite, instead of ending the run
 
 
 class Loop:
@@ -67,6 +69,7 @@ class Loop:
         self._scaler = torch.amp.GradScaler(world.device.type) if options.precision == "fp16" else None
         self._parameters = list(model.parameters())
         self.before_update: Callable[[], None] = lambda: None  # called before the weights change, in a step or for an evaluation
+        self.finite = Finite(world, options.skip_non_finite)
         self.pulse = Pulse()  # where this rank is, for whoever watches
         self._window = Window(world.device)
         self._memory_format = torch.channels_last if options.channels_last else torch.preserve_format
@@ -80,7 +83,7 @@ class Loop:
     def take_step(self, micro_batches: Iterator[Any]) -> None:
         """One optimizer step over `accumulation` micro-batches: gradients are exchanged in the last one only."""
         self.rate.set(self.updates)
-        last = self.options.accumulation - 1
+        last, taken = self.options.accumulation - 1, []
         for micro in range(self.options.accumulation):
             self.pulse.enter(Phase.DATA)
             batch = next(micro_batches)
@@ -89,9 +92,11 @@ class Loop:
                 loss, outputs, targets = self._forward(self.model, batch)
                 self.pulse.enter(Phase.BACKWARD)
                 self._backward(loss if not last else loss / (last + 1))
-            self._window.add(loss, outputs, targets)
+            taken.append((loss.detach(), outputs.detach(), targets))
         self.pulse.enter(Phase.OPTIMIZER)
-        self._update_weights()
+        if self._update_weights([loss for loss, _, _ in taken]):
+            for each in taken:
+                self._window.add(*each)
         self.step += 1
         self.pulse.stepped(self.step)
 
@@ -114,10 +119,19 @@ class Loop:
         return self.model.no_sync() if isinstance(self.model, DistributedDataParallel) else nullcontext()
 
     def _backward(self, loss: torch.Tensor) -> None:
-        (self._scaler.scale(loss) if self._scaler else loss).backward()  # type: ignore[no-untyped-call]
+        seed = None if self._scaler else self.finite.seed(loss)
+        (self._scaler.scale(loss) if self._scaler else loss).backward(seed)  # type: ignore[no-untyped-call]
 
-    def _update_weights(self) -> None:
+    def _update_weights(self, losses: Sequence[torch.Tensor]) -> bool:
+        """Returns whether the step counts: not if its numbers were not finite and it was left out.
+
+        Args:
+            losses: this rank's in this step.
+        """
         self.before_update()
+        if self._scaler is None and not self.finite.allows(self.step, self._parameters, losses):
+            self._forget_gradients()
+            return False
         norm = self.options.grad_clip_norm
         if self._scaler is None:
             if norm is not None:
@@ -132,12 +146,17 @@ class Loop:
             self._scaler.step(self.optimizer)
             self._scaler.update()
             applied = self._scaler.get_scale() >= before  # a smaller scale is the sign of a skipped step
-        for parameter in self._parameters:  # optimizer.zero_grad() does this too, and takes ten times as long
-            parameter.grad = None
+            self.finite.scaled(applied, self.step, losses)
+        self._forget_gradients()
         if applied:
             self.updates += 1
             if self.average is not None:
                 self.average.update(self.bare)
+        return True
+
+    def _forget_gradients(self) -> None:
+        for parameter in self._parameters:  # optimizer.zero_grad() does this too, and takes ten times as long
+            parameter.grad = None
 
     def training_values(self) -> dict[str, float]:
         """Loss and accuracy over the steps since the last call, over all ranks, and the rate. Every rank must call it."""
@@ -193,18 +212,6 @@ class Loop:
         """What differs between ranks, besides random state: the open metrics window."""
         return {"window": self._window.state()}
 
-    def _load_optimizer(self, state: dict[str, Any]) -> None:
-        """Load moments and the like, but keep the settings of the config: a state brings those of its own run along."""
-        settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        for group, mine in zip(state["param_groups"], settings, strict=False):
-            if group.keys() - {"params"} != mine.keys():
-                raise ValueError(
-                    f"it has the settings {', '.join(sorted(group.keys() - {'params'}))}, not {', '.join(sorted(mine))}"
-                )
-        self.optimizer.load_state_dict(state)
-        for group, mine in zip(self.optimizer.param_groups, settings, strict=True):
-            group.update(mine)
-
     def load_state(self, state: dict[str, Any]) -> None:
         """Put back what `state` and `own_state` returned, at this or another world size.
 
@@ -213,7 +220,7 @@ class Loop:
         """
         try:
             self.bare.load_state_dict(state["model"])
-            self._load_optimizer(state["optimizer"])
+            load_optimizer(self.optimizer, state["optimizer"])
         except (RuntimeError, ValueError, KeyError) as error:
             text = f"model: the checkpoint is of another model or optimizer ({' '.join(str(error).split())})"
             raise ConfigError(f"{text}; use the config it was made with, or a new run") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -77,3 +78,18 @@ class MovingAverage:
 def clip(parameters: Iterable[nn.Parameter], norm: float) -> None:
     """Scale gradients down so that their global L2 norm is at most `norm`; parts may lie on several devices."""
     nn.utils.clip_grad_norm_(parameters, norm)
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load moments and the like, but keep the settings of the config: a state brings those of its own run along.
+
+    Raises:
+        ValueError: it is of another kind of optimizer.
+    """
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    for group, mine in zip(state["param_groups"], settings, strict=False):
+        if group.keys() - {"params"} != mine.keys():
+            raise ValueError(f"it has the settings {', '.join(sorted(group.keys() - {'params'}))}, not {', '.join(sorted(mine))}")
+    optimizer.load_state_dict(state)
+    for group, mine in zip(optimizer.param_groups, settings, strict=True):
+        group.update(mine)

@@ -14,6 +14,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from trainer.pulse import Phase
+from trainer.train.agree import SameParameters
 from trainer.train.batches import GlobalOrder, Loading, batches
 from trainer.train.checkpoint import Checkpointer
 from trainer.train.distributed import World
@@ -34,6 +35,7 @@ class Cadence:
     log_every_steps: int
     evaluate_every_epochs: int
     save_every_steps: int
+    compare_every_steps: int | None = None  # the parameters of all ranks
 
 
 class Run:
@@ -58,6 +60,8 @@ class Run:
         self._micro_batches = batches(training, order.micro_batches(loop.step, total_steps), order.seed, loading)
         self._report: _Reporter | None = None
         loop.before_update = saver.join
+        loop.finite.samples = self._samples
+        self._same = SameParameters(world, list(loop.bare.parameters()), loop.step)
 
     def go(self, stop: StopSignal, folder: Path, tensorboard: bool = False) -> bool:
         """Train to the end or to a stop; returns whether it was stopped before the end."""
@@ -93,9 +97,17 @@ class Run:
         if self.evaluation is not None and (ended or step % self._evaluate_every == 0):
             self._evaluate(self.evaluation)
         stopping = not ended and stop.agreed(step)
-        if ended or stopping or step % cadence.save_every_steps == 0:
+        saving = ended or stopping or step % cadence.save_every_steps == 0
+        if cadence.compare_every_steps and (saving or step % cadence.compare_every_steps == 0):
+            self._same.check(step)
+        if saving:
             self._save()
         return stopping
+
+    def _samples(self) -> list[int]:
+        """This rank's samples in the step under way."""
+        step = self.loop.step
+        return [index for _, indices in self.order.micro_batches(step, step + 1) for index in indices.tolist()]
 
     def _log(self) -> None:
         values = self.loop.training_values()
