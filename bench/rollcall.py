@@ -145,7 +145,7 @@ def join_and_connect(nodes: int) -> str:
         else:
             place = judge.preside(node, Terms(), listener, time.monotonic() + 300, print)
             store.serve(listener, lambda: None)
-        roll = store.Roll(node, store.connect(place.master, port))
+        roll = importlib.import_module("trainer.node.roll").Roll(node, *store.connect(place.master, port))
         roll.say_goodbye(rank)
         while not roll.all_said_goodbye():
             time.sleep(0.05)

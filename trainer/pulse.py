@@ -25,7 +25,7 @@ _LOOK_SECONDS = 0.5
 class Phase(IntEnum):
     """What a rank is at."""
 
-    START = 0  # its imports; all that an own script does which says nothing
+    START = 0  # its imports; all that a script of the user's does which says nothing
     SETUP = 1  # process group, data, model, checkpoint
     DATA = 2  # waiting for the next batch
     FORWARD = 3
@@ -36,11 +36,18 @@ class Phase(IntEnum):
     SAVE = 8
     TEARDOWN = 9
     DONE = 10  # all was done: its goodbye
+    SCRIPT = 11  # steps of a script of the user's, which says no more of them
 
     @property
     def words(self) -> str:
         """For a sentence with "in"."""
-        names = {Phase.START: "its start", Phase.DATA: "data loading", Phase.OPTIMIZER: "the optimizer", Phase.SAVE: "a save"}
+        names = {
+            Phase.START: "its start",
+            Phase.DATA: "data loading",
+            Phase.OPTIMIZER: "the optimizer",
+            Phase.SAVE: "a save",
+            Phase.SCRIPT: "its script",
+        }
         return names.get(self, self.name.lower())
 
 
@@ -79,11 +86,11 @@ class Pulse:
         self._progress += 1
         _PLACE.pack_into(self._memory, 0, self.step, self.done, self._place, phase, self._progress)
 
-    def stepped(self, step: int) -> None:
+    def stepped(self, step: int, phase: Phase = Phase.BETWEEN) -> None:
         """An optimizer step has ended: `step` are done."""
         self.step, self._place = step, 0
         self.done += 1
-        self.enter(Phase.BETWEEN)
+        self.enter(phase)
 
     def follow_collectives(self) -> None:
         """Look at the numbers of the process groups' collectives now and then, from a thread: its rank may be stuck in one."""

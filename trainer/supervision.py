@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from trainer.placement import PositiveInt, Seconds, Section
+from trainer.placement import NonNegativeInt, PositiveInt, Seconds, Section
 
 
 class Checkpoint(Section):
@@ -54,7 +54,11 @@ class Watch(Section):
     scripts: 600 s)."""
     phase_seconds: Seconds = 1800
     """How long the start up to the end of the first step may take, a save, and the first batch of an evaluation."""
+    straggler_factor: Annotated[float, Field(gt=1)] | None = 2
+    """Warn of a rank whose own part of a step (without waiting for others) takes so many times the others'; null: never."""
     checksum_every_steps: PositiveInt | None = 500
     """Compare a checksum of the parameters over all ranks every so many steps, and at each save; null: never."""
+    max_restarts: NonNegativeInt = 0
+    """How often ranks that failed, were killed or hung are started again, all together, without giving the allocation back."""
     stop_seconds: Seconds = 60
     """How long the ranks may take to save after a stop signal before they are killed."""

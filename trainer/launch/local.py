@@ -140,6 +140,7 @@ def _free_port(run_dir: str) -> socket.socket:
     first = zlib.crc32(run_dir.encode())
     for offset in range(_PORTS):
         listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # node 0 takes the port again when ranks are restarted
         try:
             listener.bind((_ADDRESS, _FIRST_PORT + (first + offset) % _PORTS))
             listener.listen(1024)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import signal
 import socket
 import sys
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,31 +17,29 @@ from typing import TYPE_CHECKING
 
 from trainer.config import TRAIN, Config
 from trainer.errors import ExitCode, Fault, FaultError, KitError
-from trainer.node import gpus, health, judge, network, parity, prepare, ranks, rendezvous, rollcall, signals
+from trainer.node import gpus, health, judge, network, parity, prepare, rendezvous, rollcall, signals
 from trainer.node.guard import Guard
 from trainer.node.identity import Identity, identify
 from trainer.node.logs import RunFolder, say
-from trainer.node.record import Attentive, Record
-from trainer.node.vitals import Limits, Vitals
+from trainer.node.record import Attentive, Record, leave_code
+from trainer.node.restarts import Restarts
+from trainer.node.vitals import Limits
 from trainer.placement import END_TIME
 from trainer.settings import changed, check_resume, dump_config, load_config, refuse_stopped
 
 if TYPE_CHECKING:
-    from trainer.node.store import Roll
-    from trainer.node.watch import Watch
+    from trainer.node.roll import Roll
 
-TERMINAL = "TRAINER_TERMINAL_FD"  # tells rank 0 where to draw its progress bar
 HEALTH_FILE = "TRAINER_HEALTH_FILE"  # touched while this node lives, for the health check of a container
 _LOOK_SECONDS = 5.0  # to see whether what listens at node 0's port is a store
 _SECOND_SECONDS = 15.0  # how long a second node 0 tries to reach the first, which may still be loading its libraries
-EXIT_CODES = "TRAINER_EXIT_CODES"  # folder where a batch script looks, as srun tells only by which signal it ended the tasks
 
 
 def main(arguments: list[str]) -> int:
     """Run this node to its end; returns the exit code."""
-    _leave(None)
+    leave_code(None)
     code = _main(arguments)
-    _leave(code)
+    leave_code(code)
     return code
 
 
@@ -71,6 +70,7 @@ class _Node:
     def __init__(self, config: Config, node: Identity, record: Record) -> None:
         self.config, self.node, self.record, self.folder = config, node, record, record.folder
         self.unwritable: str | None = None  # why the run folder cannot be written
+        self.restarts, self.store_pid = Restarts(config.watch.max_restarts), 0
         if (end := config.resources.end_time(os.environ, record.born)) != math.inf:
             os.environ[END_TIME] = str(end)
 
@@ -112,17 +112,17 @@ class _Node:
         if listener and not self.unwritable:
             check_resume(self.config, self.folder.folder)
             self.folder.keep_config(dump_config(self.config))
-        place = self._join(listener)
-        if self.config.rollcall.only:
-            self.record.end(node.node_rank, node.host, ExitCode.DONE, None)
-            return ExitCode.DONE
-        if interface == "auto" and self.config.backend != "local" and (chosen := network.choose(os.environ, place.address)):
-            say(f"[{node.host}] the ranks talk over {chosen} ({place.address})")
-        roll = self._roll(place, listener)
-        watch = importlib.import_module("trainer.node.watch")  # it brings torch
-        evidence = partial(self.folder.evidence, attempt=roll.attempt)
-        stop_seconds = self.config.watch.stop_seconds
-        return self._train(watch.Watch(roll, self.guard, self.waker, _on_terminal(node), stop_seconds, place.hosts, evidence))
+        while True:
+            place = self._join(listener)
+            if self.config.rollcall.only:
+                self.record.end(node.node_rank, node.host, ExitCode.DONE, None)
+                return ExitCode.DONE
+            if interface == "auto" and self.config.backend != "local" and (chosen := network.choose(os.environ, place.address)):
+                say(f"[{node.host}] the ranks talk over {chosen} ({place.address})")
+            if (code := self._attempt(place, listener)) is not None:
+                self.guard.close()
+                return code
+            listener = rendezvous.listen(self.node) if listener else None
 
     @property
     def _targets(self) -> dict[str, str]:
@@ -137,6 +137,7 @@ class _Node:
         found = gpus.look(os.environ) if config.resources.gpus_per_node else None
         wanted, cuda = config.resources.gpus_per_node, config.container.cuda_version
         trouble = prepare.own_trouble(node, os.environ, config.rollcall.interface, wanted, found, cuda)
+        trouble = trouble or self.restarts.trouble
         try:
             self._pause(0)  # a stop may have come while the libraries were loaded
         except FaultError as stop:
@@ -193,11 +194,12 @@ class _Node:
         self.node = node = replace(self.node, master_addr=place.master)  # ranks need no name server to find it
         store = importlib.import_module("trainer.node.store")
         if listener:
-            store.serve(listener, self.guard.forget)
+            self.store_pid = store.serve(listener, self.guard.forget)
         try:
             if listener is None and not store.answers(place.master, node.master_port):
                 raise ConnectionError
-            roll: Roll = store.Roll(node, store.connect(place.master, node.master_port), place.attempt, place.address)
+            line = store.connect(place.master, node.master_port)
+            roll: Roll = importlib.import_module("trainer.node.roll").Roll(node, *line, place.attempt, place.address)
             if fault := roll.all_arrived(place.hosts):
                 raise FaultError(fault)
         except ConnectionError:
@@ -205,47 +207,42 @@ class _Node:
             raise node.fault("C3", cause, "look at node 0's log", ExitCode.NODE_LOST) from None
         return roll
 
-    def _train(self, watch: Watch) -> int:
-        node, attempt = self.node, watch.roll.attempt
-        self.record.attempt = attempt
+    def _attempt(self, place: rollcall.Place, listener: socket.socket | None) -> ExitCode | None:
+        """Run the ranks once; returns the exit code, or None if they are to start again."""
+        config, roll = self.config, self._roll(place, listener)
+        node, watch, attempt = (
+            self.node,
+            *map(importlib.import_module, ("trainer.node.watch", "trainer.node.attempt")),
+        )  # with torch
+        what = (attempt.on_terminal(node), config.watch.stop_seconds, place.hosts, self.folder, config.watch.straggler_factor)
+        watcher = watch.Watch(roll, self.guard, self.waker, *what)
+        arguments = [str(self.folder.config_file)] if config.entrypoint == TRAIN else config.entrypoint_args
+        limits = Limits(config.watch.stall_seconds, config.watch.phase_seconds)
+        work = attempt.Work(config.name, config.entrypoint, arguments, self.folder.logs(roll.attempt), limits)
+        self.record.attempt = roll.attempt
         self.record.begin(node.node_rank, node.host, node.nnodes, node.source)
-        reason = ranks.unsafe_to_fork()
-        if reason:
-            say(f"[{node.host}] starting ranks as fresh processes, which is slower than forking them: {reason}")
-        keep = [os.dup(2)] if _on_terminal(node) else []
-        limits = Limits(self.config.watch.stall_seconds, self.config.watch.phase_seconds)
-        try:
-            fault = watch.stopped_before_start()
-            logs, entrypoint = self.folder.logs(attempt), self.config.entrypoint
-            arguments = [str(self.folder.config_file)] if entrypoint == TRAIN else self.config.entrypoint_args
-            for local_rank in range(0 if fault else node.nproc_per_node):
-                rank = ranks.plan(node, local_rank, attempt, self.config.name, logs, entrypoint, arguments)
-                if keep and rank.rank == 0:
-                    rank.environ[TERMINAL] = str(keep[0])
-                seen = Vitals(limits, node.world_size, time.monotonic())
-                rank.environ.update(seen.environ)
-                pid = ranks.spawn(rank, (*keep, *seen.fds)) if reason else ranks.fork(rank, self.guard.forget)
-                watch.add(rank, pid, seen)
-            code, fault = (fault.exit_code, fault) if fault else watch.run()
-        finally:
-            watch.kill()
-        self.record.end(node.node_rank, node.host, code, fault.line() if fault else None)
+        code, fault = attempt.run(node, roll.attempt, work, self.guard, watcher)
+        again = fault is not None and self.restarts.wanted(fault, config.entrypoint == TRAIN, self.folder.newest_checkpoint())
+        if fault and again:
+            self.record.restart(node.node_rank, node.host, self.restarts.done, fault.line())
+        else:
+            self.record.end(node.node_rank, node.host, code, fault.line() if fault else None)
         if fault:
-            watch.roll.linger()
-        for text in watch.last_words:
+            roll.linger()
+        for text in watcher.last_words:
             say(text)
-        if fault:
+        if fault and not again:
             say(fault.line())
-        self.guard.close()
-        return code
+        elif fault and not self.restarts.trouble:
+            say(f"[{node.host}] restart {self.restarts.done} of {self.restarts.most}: {fault.line()}")
+        if again:
+            self._end_store(roll)
+            self.record.attempt = roll.attempt + 1
+        return None if again else code
 
-
-def _leave(code: int | None) -> None:
-    """Leave this node's exit code for the batch script, in a file of its own; None: a sign that the node came up."""
-    if folder := os.environ.get(EXIT_CODES):
-        with suppress(OSError):
-            (Path(folder) / f"{socket.gethostname()}-{os.getpid()}").write_text("" if code is None else f"{int(code)}\n")
-
-
-def _on_terminal(node: Identity) -> bool:
-    return node.node_rank == 0 and os.isatty(2)
+    def _end_store(self, roll: Roll) -> None:
+        """Its keys are those of an attempt that is over. All see its end before they look for the next one's."""
+        if self.store_pid:
+            os.kill(self.store_pid, signal.SIGKILL)
+            os.waitpid(self.store_pid, 0)
+        roll.outlive()

@@ -51,6 +51,8 @@ def _stand_by(reader: int) -> None:
     os.setsid()  # signals to the node's process group, such as Ctrl-C, do not reach it
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    os.closerange(3, reader)  # such as node 0's port, which the node process may want to take again
+    os.closerange(reader + 1, os.sysconf("SC_OPEN_MAX"))
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)

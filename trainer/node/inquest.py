@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from trainer.errors import ExitCode, Fault
+from trainer.node.logs import RunFolder, say
+from trainer.node.roll import Roll
 from trainer.node.stacks import Stack, collect
-from trainer.node.stall import Finding, Sight, holding_up, verdict
-from trainer.node.store import Roll
+from trainer.node.stall import Finding, Sight, holding_up, stragglers, verdict
 from trainer.node.verdict import Running
 from trainer.process import process_state
 from trainer.pulse import Phase
@@ -29,14 +29,18 @@ _FINDING_SECONDS = 8.0  # how long node 0 waits for all nodes' findings
 class Inquest:
     """One node's part in it."""
 
-    def __init__(self, roll: Roll, hosts: Sequence[str], ranks: Sequence[Running], evidence: Callable[[str], Path]) -> None:
+    def __init__(
+        self, roll: Roll, hosts: Sequence[str], ranks: Sequence[Running], folder: RunFolder, factor: float | None
+    ) -> None:
         """
         Args:
             hosts: the nodes' names by node rank.
             ranks: of this node; others may be added.
-            evidence: the folder for what is found out, given `hang` or `crash`; made if missing.
+            folder: where what is found out is kept.
+            factor: of which ranks to warn, see `stragglers`.
         """
-        self.roll, self.node, self.hosts, self.ranks, self._evidence = roll, roll.node, hosts, ranks, evidence
+        self.roll, self.node, self.hosts, self.ranks, self.folder = roll, roll.node, hosts, ranks, folder
+        self._factor, self._slow = factor, set[int]()  # ranks that have been warned of
         self._beats = 0
         self._next, self._ticked = 0.0, time.monotonic()
         self._told: list[str] = [""] * len(hosts)  # by each node, the last time
@@ -55,6 +59,7 @@ class Inquest:
         if asleep:
             self._since = [now] * len(self.hosts)
         if self.node.nnodes == 1:
+            self._warn(sights)
             return self._decide(sights) if holding_up(sights) else None
         if now < self._next:
             return None
@@ -80,7 +85,7 @@ class Inquest:
             beat = vitals.look(now, state, asleep)
             where = (beat.step, beat.place, beat.phase, beat.sequence)
             who = (running.rank.rank, self.node.host, self.node.node_rank, running.pid, state)
-            found.append(Sight(*who, *where, vitals.age(now), vitals.left(now)))
+            found.append(Sight(*who, *where, vitals.age(now), vitals.left(now), *(vitals.busy or ())))
         return found
 
     def _told_of(self, sights: Sequence[Sight]) -> str:
@@ -98,7 +103,17 @@ class Inquest:
             elif now - self._since[node_rank] > LOST_SECONDS:
                 return self._lost(node_rank)
         sights = [sight for text in told for sight in _sights(text)]
+        self._warn(sights)
         return self._decide(sights) if holding_up(sights) else None
+
+    def _warn(self, sights: Sequence[Sight]) -> None:
+        """Of ranks that the others wait for in each step, once of each."""
+        for sight, times in stragglers(sights, self._factor) if self._factor else ():
+            if sight.rank not in self._slow:
+                self._slow.add(sight.rank)
+                what = f"its own part of a step takes {times:.1f} times the others', most of it {sight.mostly.words}"
+                say(f"[{self.node.host}] warning: rank {sight.rank} ({sight.host}) holds the others up: {what}")
+                self.folder.event("straggler", rank=sight.rank, host=sight.host, factor=round(times, 2), phase=sight.mostly.words)
 
     def _lost(self, node_rank: int) -> Fault:
         host, ranks = self.hosts[node_rank], [sight.rank for sight in _sights(self._told[node_rank])]
@@ -128,8 +143,8 @@ class Inquest:
 
     def _keep(self, kind: str, sights: Sequence[Sight], stacks: dict[int, list[Stack]]) -> None:
         with suppress(OSError):  # a full disk must not hide what happened
-            folder = self._evidence(kind)
-            table = [{**asdict(sight), "phase": sight.phase.words} for sight in sights]
+            folder = self.folder.evidence(kind, self.roll.attempt)
+            table = [{**asdict(sight), "phase": sight.phase.words, "mostly": sight.mostly.words} for sight in sights]
             (folder / f"node-{self.node.node_rank:04d}.json").write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
             for rank, processes in stacks.items():
                 text = "\n\n".join(stack.text() for stack in processes) + "\n"
@@ -157,4 +172,5 @@ def _sights(text: str) -> list[Sight]:
 
 def _sight(values: dict[str, Any]) -> Sight:
     finding = Finding(**{**values["finding"], "workers": tuple(values["finding"]["workers"])})
-    return Sight(**{**values, "phase": Phase(values["phase"]), "finding": finding})
+    phases = {name: Phase(values[name]) for name in ("phase", "mostly")}
+    return Sight(**{**values, **phases, "finding": finding})

@@ -62,6 +62,10 @@ class RunFolder:
         numbers = [int(path.name.rpartition("-")[2]) for path in (self.folder / "logs").glob("attempt-*[0-9]")]
         return max(numbers, default=-1) + 1
 
+    def newest_checkpoint(self) -> int | None:
+        """Step of the newest that has its final name."""
+        return max((int(path.name[5:]) for path in self.folder.glob("checkpoints/step-*[0-9]")), default=None)
+
     def logs(self, attempt: int) -> Path:
         """The folder of an attempt's logs; made if missing."""
         folder = self.folder / "logs" / f"attempt-{attempt:03d}"

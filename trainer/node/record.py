@@ -5,16 +5,26 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 
 from trainer.errors import ExitCode, KitError, error_from
 from trainer.node.logs import RunFolder
 
+EXIT_CODES = "TRAINER_EXIT_CODES"  # folder where a batch script looks, as srun tells only by which signal it ended the tasks
 _RECENT = 50
 _EARLIER_SECONDS = 2.0  # nodes that are started together
 _ASK_SECONDS = 2.0
+
+
+def leave_code(code: int | None) -> None:
+    """Leave this node's exit code for the batch script, in a file of its own; None: a sign that the node came up."""
+    if folder := os.environ.get(EXIT_CODES):
+        with suppress(OSError):
+            (Path(folder) / f"{socket.gethostname()}-{os.getpid()}").write_text("" if code is None else f"{int(code)}\n")
 
 
 class Record:
@@ -39,6 +49,10 @@ class Record:
                 self.folder.folder.mkdir(parents=True, exist_ok=True)
             facts = {"attempt": self.attempt, "node_rank": node_rank, "host": host, "start": self.start}
             self.folder.event("node_end", **facts, exit_code=int(code), fault=fault)
+
+    def restart(self, node_rank: int, host: str, number: int, fault: str) -> None:
+        """This node's ranks are started again, the reason in one line."""
+        self.folder.event("restart", attempt=self.attempt, node_rank=node_rank, host=host, number=number, fault=fault)
 
     def other_end(self) -> KitError | None:
         """Why another node of this start has ended, so that this one need not wait for it.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 from trainer.errors import ExitCode, Fault
 from trainer.node.verdict import left_early
 from trainer.pulse import Phase
 
+_LEAST_BUSY, _WORTH_A_WORD = 0.02, 0.2  # shares of a step
 _RETRY = "start again to go on from the last checkpoint"
 
 
@@ -38,6 +40,8 @@ class Sight:
     sequence: int  # collectives begun
     age: float  # seconds since its last progress
     left: float  # seconds that it may go on like this
+    busy: float | None = None  # share of its steps that it spends on its own part
+    mostly: Phase = Phase.START  # and on what most
     finding: Finding = field(default=Finding())
 
     @property
@@ -63,6 +67,18 @@ def holding_up(sights: Sequence[Sight]) -> list[Sight]:
     return found if all(sight.left < 0 for sight in found) else []
 
 
+def stragglers(sights: Sequence[Sight], factor: float) -> Iterator[tuple[Sight, float]]:
+    """Ranks that the others wait for in each step, and how many times the others' own part theirs takes.
+
+    All steps take equally long, as all wait for the slowest: its own part fills them.
+    """
+    known = [(sight, sight.busy) for sight in sights if sight.busy is not None and sight.alive]
+    for sight, busy in known if len(known) > 1 else ():
+        usual = max(median(other for each, other in known if each is not sight), _LEAST_BUSY)
+        if busy >= factor * usual and busy - usual > _WORTH_A_WORD:
+            yield sight, busy / usual
+
+
 def verdict(sights: Sequence[Sight]) -> Fault:
     """The fault of a job that stands still.
 
@@ -77,8 +93,10 @@ def verdict(sights: Sequence[Sight]) -> Fault:
     culprit = (stopped or busy or held)[0]
     others = [sight for sight in sights if sight.alive and sight.rank != culprit.rank]
     code, cause, fix = _words(culprit, others, network=not stopped and not busy and len(held) == len(sights) > 1)
-    where = f"step {culprit.step + 1}" if culprit.phase != Phase.START else "its script"
-    cause = f"{cause} ({where}, {culprit.phase.words}, no progress for {culprit.age:.0f} s)"
+    where = f"step {culprit.step + 1}, {culprit.phase.words}"
+    if culprit.phase == Phase.START:
+        where = f"after {culprit.sequence} collectives" if culprit.sequence else culprit.phase.words
+    cause = f"{cause} ({where}, no progress for {culprit.age:.0f} s)"
     return Fault(code, culprit.host, cause, fix, ExitCode.STALLED, culprit.rank, culprit.node_rank)
 
 

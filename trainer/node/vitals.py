@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+from collections import Counter
 from dataclasses import dataclass
 
 from trainer.process import memory_file
@@ -12,6 +13,8 @@ from trainer.pulse import PULSE, SIZE, Beat, Phase, read
 
 STACKS = "TRAINER_STACKS_FD"  # where a rank and its loader workers write their stacks when asked to
 _STEP = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.BETWEEN)
+_OWN = (Phase.DATA, Phase.FORWARD, Phase.OPTIMIZER)
+_LOOKS = 150  # half a minute
 _SLOWEST_TIMES, _LEAST_SECONDS = 20, 60.0  # what is learned: a step may take so many times the slowest before it, but so long
 _SCRIPT_SECONDS = 600.0  # for a script that says nothing and is seen by its collectives only: an evaluation may have none
 
@@ -39,6 +42,7 @@ class Vitals:
         self.beat, self.since = Beat(), now  # the last progress
         self._step_since, self._slowest = now, 0.0
         self._slowest_evaluated = 0.0  # batch
+        self._looks: Counter[Phase] = Counter()
         self._stopped: float | None = None  # since when, by a signal
 
     @property
@@ -76,7 +80,25 @@ class Vitals:
                 self._slowest = max(self._slowest, (now - self._step_since) / (beat.done - before.done))
             self._step_since = now
         self.beat = beat
+        self._count(beat.phase)
         return beat
+
+    def _count(self, phase: Phase) -> None:
+        """Where its steps go, sampled."""
+        if phase in _STEP:
+            self._looks[phase] += 1
+            if sum(self._looks.values()) > _LOOKS:  # what was long ago counts less and less
+                self._looks = Counter({phase: count // 2 for phase, count in self._looks.items()})
+
+    @property
+    def busy(self) -> tuple[float, Phase] | None:
+        """The share of its steps that this rank spends on its own part (data, forward, optimizer), and on what most; None as long
+        as too little is known. In the rest it waits for others, at least in part."""
+        total = sum(self._looks.values())
+        if total < _LOOKS // 2:
+            return None
+        own = {phase: self._looks[phase] / total for phase in _OWN}
+        return sum(own.values()), max(own, key=lambda phase: own[phase])
 
     def age(self, now: float) -> float:
         """Seconds since the last progress."""
@@ -93,12 +115,12 @@ class Vitals:
         beat, set_by_user = self.beat, self.limits.stall_seconds
         if beat.phase in (Phase.TEARDOWN, Phase.DONE):
             return set_by_user or _LEAST_SECONDS
-        if beat.phase == Phase.START and not beat.done:  # a script of the user's
-            if beat.sequence and self.world_size > 1:
+        if beat.phase in (Phase.START, Phase.SCRIPT):
+            if beat.done or (beat.sequence and self.world_size > 1):  # a script of the user's
                 return set_by_user or _SCRIPT_SECONDS
             return self.limits.phase_seconds if self.world_size > 1 else math.inf
         if beat.phase == Phase.EVALUATION and self._slowest_evaluated:
             return max(_LEAST_SECONDS, _SLOWEST_TIMES * self._slowest_evaluated)
-        if beat.phase not in (Phase.START, *_STEP) or not beat.done:
+        if beat.phase not in _STEP or not beat.done:
             return self.limits.phase_seconds
         return set_by_user or max(_LEAST_SECONDS, _SLOWEST_TIMES * self._slowest)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from trainer.errors import ExitCode, Fault
 from trainer.node.guard import Guard
 from trainer.node.inquest import Inquest
-from trainer.node.logs import Tail, last_lines, say
+from trainer.node.logs import RunFolder, Tail, last_lines, say
 from trainer.node.memory import MemoryKills
 from trainer.node.ranks import Rank
+from trainer.node.roll import Roll
 from trainer.node.signals import Signals
-from trainer.node.store import Roll
 from trainer.node.verdict import Running, describe, left_early, read_reason
 from trainer.node.vitals import Vitals
 from trainer.process import process_state
@@ -37,20 +37,21 @@ class Watch:
         clear_line: bool,
         stop_seconds: float,
         hosts: Sequence[str],
-        evidence: Callable[[str], Path],
+        folder: RunFolder,
+        straggler_factor: float | None,
     ) -> None:
         """
         Args:
             clear_line: rank 0 draws a progress bar on this console.
             stop_seconds: how long the ranks may take to save and stop.
             hosts: the nodes' names by node rank.
-            evidence: the folder for what is found out about a fault, given its kind; made if missing.
+            straggler_factor: of which ranks to warn.
         """
         self.roll, self.node, self.guard, self.signals = roll, roll.node, guard, signals
         self.clear_line, self.stop_seconds = clear_line, stop_seconds
         self.ranks: list[Running] = []
         self.memory = MemoryKills()
-        self.inquest = Inquest(roll, hosts, self.ranks, evidence)
+        self.inquest = Inquest(roll, hosts, self.ranks, folder, straggler_factor)
         self.last_words: list[str] = []  # for the console, once the ranks are gone: a paused console blocks whoever writes
         self._tail: Tail | None = None
         self._stop: tuple[signal.Signals, float] | None = None  # the first stop request, and when the ranks' time is up
