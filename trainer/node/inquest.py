@@ -20,6 +20,8 @@ from trainer.process import process_state
 from trainer.pulse import Phase
 
 _BEAT_SECONDS = 2.0
+_WARN_BEATS = 8  # how often node 0 looks for stragglers
+_OVERDUE = "!"  # what a node tells begins with it, if one of its ranks is
 LOST_SECONDS = 20.0  # a node that tells nothing for so long is gone
 _WAITING_SECONDS = 5.0  # with a rank that shows no progress for so long, a node asks whether node 0 wants to know more
 _ASLEEP_SECONDS = 5.0  # with no tick for so long, this process was stopped itself
@@ -89,7 +91,8 @@ class Inquest:
         return found
 
     def _told_of(self, sights: Sequence[Sight]) -> str:
-        return json.dumps({"beat": self._beats, "ranks": [asdict(sight) for sight in sights]})
+        mark = _OVERDUE if any(sight.left < 0 for sight in sights if sight.alive) else ""
+        return mark + json.dumps({"beat": self._beats, "ranks": [asdict(sight) for sight in sights]})
 
     def crashed(self) -> None:
         """Keep where this node's ranks were when one failed."""
@@ -102,8 +105,12 @@ class Inquest:
                 self._told[node_rank], self._since[node_rank] = text, now
             elif now - self._since[node_rank] > LOST_SECONDS:
                 return self._lost(node_rank)
+        look_at_all = self._beats % _WARN_BEATS == 0
+        if not look_at_all and not any(text.startswith(_OVERDUE) for text in told):  # to read them all takes its time
+            return None
         sights = [sight for text in told for sight in _sights(text)]
-        self._warn(sights)
+        if look_at_all:
+            self._warn(sights)
         return self._decide(sights) if holding_up(sights) else None
 
     def _warn(self, sights: Sequence[Sight]) -> None:
@@ -167,7 +174,7 @@ def _words(stack: Stack) -> str:
 
 def _sights(text: str) -> list[Sight]:
     """What a node told of its ranks."""
-    return [_sight(values) for values in json.loads(text)["ranks"]] if text else []
+    return [_sight(values) for values in json.loads(text.removeprefix(_OVERDUE))["ranks"]] if text else []
 
 
 def _sight(values: dict[str, Any]) -> Sight:
