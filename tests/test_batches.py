@@ -1,4 +1,6 @@
 import random
+import resource
+import threading
 from itertools import chain
 
 import numpy
@@ -8,8 +10,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
+from tests.forked import on_ranks
 from trainer.errors import ConfigError
 from trainer.train.batches import GlobalOrder, Loading, batches, mix
+from trainer.train.distributed import World
 
 
 def global_batches(order_arguments: dict[str, int], world_size: int, accumulation: int, steps: int) -> list[list[int]]:
@@ -135,3 +139,30 @@ def test_loading_in_the_rank_leaves_its_own_generators_alone() -> None:
 def test_mixed_seeds_differ() -> None:
     assert len({mix(a, b) for a in range(50) for b in range(50)}) == 2500
     assert mix(1, 23) != mix(12, 3)
+
+
+@pytest.mark.parametrize("context", ["forkserver", "spawn"])
+def test_workers_that_are_not_forked_load_the_same(context: str) -> None:
+    chosen = [(0, torch.arange(8)), (1, torch.arange(4))]
+    expected = list(batches(Noisy(), iter(chosen), 5, Loading()))
+    found = list(batches(Noisy(), iter(chosen), 5, Loading(1, multiprocessing_context=context)))
+    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(found, expected, strict=True)) and len(found) == 2
+
+
+def test_threads_beside_a_fork_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    ended = threading.Event()
+    threading.Thread(target=ended.wait, name="pool-7", daemon=True).start()
+    list(batches(Noisy(), iter([(0, torch.arange(2))]), 0, Loading(1)))
+    ended.set()
+    assert "warning: E5: 1 other threads run while loader workers are forked (pool-7)" in caplog.text
+
+
+def few_files(world: World) -> int:
+    """Batches are kept, and with each the descriptors by which a worker has handed it over."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+    chosen = ((0, torch.arange(2)) for _ in range(120))
+    return len(list(batches(Noisy(), chosen, 0, Loading(1))))
+
+
+def test_many_batches_with_few_open_files() -> None:
+    assert on_ranks(1, few_files) == [120]

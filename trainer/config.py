@@ -92,6 +92,8 @@ class Data(Target):
     """Loader processes of each rank; 0 loads in the rank itself."""
     pin_memory: bool = True
     """Copy batches into pinned memory (matters on GPUs only)."""
+    multiprocessing_context: Literal["fork", "forkserver", "spawn"] = "fork"
+    """How loader processes start; the other two are slower and inherit no lock that a thread holds."""
     prefetch_factor: PositiveInt = 2
     """Batches that each loader process keeps ready."""
 

@@ -19,6 +19,7 @@ from typing import Any
 PULSE = "TRAINER_PULSE_FD"  # a descriptor of shared memory; set by the node process
 SIZE = mmap.PAGESIZE
 _PLACE, _SEQUENCE = struct.Struct("<QQIIQ"), struct.Struct("<Q")
+FOLLOWER = "collectives"  # the name of the thread that looks at them
 _LOOK_SECONDS = 0.5
 
 
@@ -94,7 +95,7 @@ class Pulse:
 
     def follow_collectives(self) -> None:
         """Look at the numbers of the process groups' collectives now and then, from a thread: its rank may be stuck in one."""
-        threading.Thread(target=self._follow, daemon=True, name="collectives").start()
+        threading.Thread(target=self._follow, daemon=True, name=FOLLOWER).start()
 
     def _follow(self) -> None:
         while True:

@@ -125,5 +125,5 @@ def _words(culprit: Sight, others: Sequence[Sight], network: bool) -> tuple[str,
 
 def _data_fix(workers: Sequence[str]) -> str:
     if any("lock" in words for words in workers):
-        return "a thread held the lock when the workers were forked: start such threads after the loader, or num_workers=0"
+        return "a thread held the lock when the workers were forked: data.multiprocessing_context=forkserver"
     return "see what the dataset does there (trainer explain); raise watch.stall_seconds if that may take so long"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+import resource
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +14,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from trainer.errors import ConfigError
+from trainer.pulse import FOLLOWER
 from trainer.train.random_state import random_state_kept, seed_cpu
 
+logger = logging.getLogger(__name__)
+
+_FEW_FILES = 4096  # open files that a process may have
 Sample = tuple[torch.Tensor, Any]
 Chosen = tuple[int, torch.Tensor]  # (epoch, sample indices (B,)): one micro-batch
 Key = tuple[int, int]  # (epoch, index): one sample, as a loader worker is asked for it
@@ -103,6 +110,7 @@ class Loading:
     num_workers: int = 0  # processes of each rank; 0: in the rank itself
     prefetch_factor: int = 2  # batches that each of them keeps ready
     pin_memory: bool = False
+    multiprocessing_context: str = "fork"
     timeout_seconds: float = 0  # a worker that gives nothing for so long is an error; 0: wait for ever
 
 
@@ -111,10 +119,13 @@ def batches(dataset: Dataset[Any], chosen: Iterator[Chosen], seed: int, loading:
     if isinstance(dataset, TensorImages):  # gathering from memory is faster than handing over from a worker
         return (dataset.batch(indices) for _, indices in chosen)
     workers = loading.num_workers
+    if workers:
+        _prepare_for_workers(loading)
     loader = DataLoader(
         Seeded(dataset, seed),
         batch_sampler=_Once(chosen),
         num_workers=workers,
+        multiprocessing_context=loading.multiprocessing_context if workers else None,
         prefetch_factor=loading.prefetch_factor if workers else None,
         pin_memory=loading.pin_memory,
         timeout=loading.timeout_seconds if workers else 0,
@@ -122,6 +133,22 @@ def batches(dataset: Dataset[Any], chosen: Iterator[Chosen], seed: int, loading:
         generator=torch.Generator(),  # else it draws a number from the rank's own generator, and a resume would draw once more
     )
     return iter(loader)
+
+
+def _prepare_for_workers(loading: Loading) -> None:
+    """See to what breaks loader workers."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files < _FEW_FILES:  # else each tensor that a worker hands over takes a descriptor here for as long as it is kept
+        torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
+    others = [
+        thread.name for thread in threading.enumerate() if thread is not threading.main_thread() and thread.name != FOLLOWER
+    ]
+    if others and loading.multiprocessing_context == "fork":
+        logger.warning(
+            "warning: E5: %d other threads run while loader workers are forked (%s): a lock that one of them holds stays locked "
+            "in the workers; fix: start them later, or data.multiprocessing_context=forkserver",
+            *(len(others), ", ".join(others)),
+        )
 
 
 class _Once:

@@ -163,7 +163,7 @@ class Loop:
         return {**self._window.close(self.world), "lr": self.rate.current}
 
     @torch.no_grad()
-    def evaluate(self, dataset: Dataset[Any], batch_size: int, num_workers: int = 0, seed: int = 0) -> dict[str, float]:
+    def evaluate(self, dataset: Dataset[Any], batch_size: int, loading: Loading | None = None, seed: int = 0) -> dict[str, float]:
         """Loss and accuracy over a dataset, exactly: each sample counted once, sums and counts added up over the ranks.
 
         Runs the bare module, so that ranks may have different numbers of batches. Every rank must call it.
@@ -177,7 +177,7 @@ class Loop:
         self._swap_average()
         self.bare.eval()
         try:
-            for batch in batches(dataset, chosen, seed, Loading(num_workers)):
+            for batch in batches(dataset, chosen, seed, loading or Loading()):
                 window.add(*self._forward(self.bare, batch))
                 self.pulse.stay(Phase.EVALUATION)
         finally:

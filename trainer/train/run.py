@@ -54,7 +54,7 @@ class Run:
         loading: Loading,
     ) -> None:
         self.world, self.order, self.total, self.loop, self.saver = world, order, total_steps, loop, saver
-        self.evaluation, self.cadence, self._num_workers = evaluation, cadence, loading.num_workers
+        self.evaluation, self.cadence, self._loading = evaluation, cadence, loading
         self.epochs = -(-total_steps // order.steps_per_epoch)
         self._evaluate_every = cadence.evaluate_every_epochs * order.steps_per_epoch
         self._micro_batches = batches(training, order.micro_batches(loop.step, total_steps), order.seed, loading)
@@ -115,7 +115,7 @@ class Run:
             self._report.training(values)
 
     def _evaluate(self, dataset: Dataset[Any]) -> None:
-        values = self.loop.evaluate(dataset, self.order.micro_batch_size, self._num_workers)
+        values = self.loop.evaluate(dataset, self.order.micro_batch_size, self._loading)
         if self._report:
             self._report.evaluation(values)
 
