@@ -96,6 +96,24 @@ def test_a_container_is_healthy_while_its_node_lives(project: Project) -> None:
     assert wait_until(lambda: project.docker(*health).strip() == "healthy", 60), project("logs")
 
 
+HANGING = """
+import os, time, torch
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 10)
+        self.counted = 0
+
+    def forward(self, images):
+        self.counted += 1
+        if self.counted == 30 and os.environ["RANK"] == "1":
+            time.sleep(1000)
+        return self.layer(images.flatten(1))
+
+def model():
+    return Model()
+"""
 Fault = Callable[[Project], None]
 
 
@@ -122,7 +140,23 @@ def test_what_befalls_one_container_ends_both(fault: Fault, project: Project) ->
     fault(project)
     assert wait_until(project.ended, 60), project("logs") + project("ps")
     assert all(code for _, code in project.states().values()), project("logs")
+    told = project("logs", "node0")
+    if fault is kill:
+        assert "node 1" in told and "FAULT C3" in told, told
+    else:
+        assert "FAULT C3 host=node1 node_rank=1: lost node 1 (node1) with rank 1: no sign of life for 20 s" in told, told
     assert latest.exists() and not list(project.run.rglob("*.tmp"))
+
+
+def test_a_rank_that_hangs_ends_both_containers(project: Project) -> None:
+    (project.run.parent / "hanging.py").write_text(HANGING)
+    project.change("  OMP_NUM_THREADS:", "  PYTHONPATH: /workspace/runs\n  OMP_NUM_THREADS:")
+    project.settings("training.epochs=4000", "watch.stall_seconds=6", "model={target: 'hanging:model', args: {}}")
+    project.up()
+    assert wait_until(project.ended, 90), project("logs")
+    assert project.states() == {"node0": ("exited", 163), "node1": ("exited", 163)}, project("logs")
+    told = project("logs", "--no-log-prefix")
+    assert told.count("FAULT C2 host=node1 rank=1: sleeps in hanging.py:14 in forward, the others wait for it") == 2, told
 
 
 def test_a_container_started_alone_gives_up(project: Project) -> None:

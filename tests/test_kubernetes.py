@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 from collections.abc import Iterator
@@ -84,6 +85,24 @@ def test_a_rank_that_is_killed_starts_all_pods_again_from_the_last_checkpoint(
         assert "resuming at step" in run.log(FIRST[kind]), all_logs(run, kind)
     assert [step for step, _ in losses(claim / "job")] == list(range(1, 51))
     assert losses(claim / "job") == losses(uninterrupted) and equal(saved(claim / "job"), saved(uninterrupted))
+
+
+@real
+@pytest.mark.parametrize("fault", ["a rank hangs", "a pod is cut off"])
+def test_what_no_process_ends_of_ends_both_pods(fault: str, tmp_path: Path) -> None:
+    claim, kind = tmp_path / "claim", random.choice(KINDS)
+    hangs = "model.args={rank: 1, number: 30, what: 'time.sleep(1000)'}" if fault == "a rank hangs" else "model.args={}"
+    short = [*SHORT, "resources.nodes=2", "resources.ranks_per_node=1", "training.max_steps=100000", "training.epochs=9000"]
+    settings = ["model.target=tests.targets:faulty_model", hangs, "watch.stall_seconds=6", "kubernetes.max_restarts=0"]
+    with emulator(kind, claim, *short, *settings) as run:
+        assert wait_until(lambda: len(metrics(claim / "job")) >= 8, 60), all_logs(run, kind)
+        if fault == "a pod is cut off":
+            run.link(SECOND[kind], "down")
+        code = 163 if fault == "a rank hangs" else 164
+        assert run.wait_for_exit(FIRST[kind], 60) == code, all_logs(run, kind)
+        assert run.wait_for_exit(SECOND[kind], 60) == code, all_logs(run, kind)
+        words = " rank=1: sleeps in targets.py:" if fault == "a rank hangs" else f"lost node 1 ({SECOND[kind]}) with rank 1: "
+        assert words in run.log(FIRST[kind]), all_logs(run, kind)
 
 
 @real

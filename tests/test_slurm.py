@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -260,6 +261,22 @@ def test_two_jobs_on_the_same_nodes_do_not_meet(shared: Path) -> None:
     for run in runs:
         assert "ended well" in follow(run), batch_log(run)
     assert losses(runs[0]) == losses(runs[1])
+
+
+def test_a_rank_that_hangs_ends_the_job_with_its_stack(shared: Path) -> None:
+    """The exit code says that another try may help, so that it is tried, as often as is allowed."""
+    run, rank = shared / "run", random.randrange(2)
+    fault = json.dumps({"rank": rank, "number": 30, "what": "time.sleep(1000)"})
+    settings = ["model.target=tests.targets:faulty_model", f"model.args={fault}", "watch.stall_seconds=6"]
+    short = [*SHORT, "resources.nodes=2", "resources.ranks_per_node=1", "training.max_steps=60", "slurm.max_requeues=0"]
+    job = submit(run, *short, *settings)
+    assert wait_until(lambda: exit_code(run) is not None, 60), batch_log(run)
+    assert wait_until(lambda: not queue(job), 10) and exit_code(run) == ExitCode.STALLED
+    lines = {line for line in batch_log(run).splitlines() if line.startswith("FAULT ")}
+    assert len(lines) == 1 and lines.pop().startswith(f"FAULT C2 host=node{rank + 1} rank={rank}: sleeps in targets.py:"), lines
+    told = command(*TRAINER, "explain", str(run))[1]
+    assert "1 of 2 (rank 0):" in told and "1 of 2 (rank 1):" in told and "in forward" in told, told
+    assert not processes_of(run)
 
 
 def test_a_node_that_loses_power_is_requeued_and_the_result_is_the_same(

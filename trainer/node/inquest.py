@@ -124,8 +124,8 @@ class Inquest:
 
     def _lost(self, node_rank: int) -> Fault:
         host, ranks = self.hosts[node_rank], [sight.rank for sight in _sights(self._told[node_rank])]
-        those = f"with rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} " if ranks else ""
-        cause = f"lost node {node_rank} ({host}) {those}: no sign of life for {LOST_SECONDS:.0f} s"
+        those = f" with rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else ""
+        cause = f"lost node {node_rank} ({host}){those}: no sign of life for {LOST_SECONDS:.0f} s"
         fix = "see whether that machine and its network are up, then start again to go on from the last checkpoint"
         return self.roll.report(Fault("C3", host, cause, fix, ExitCode.NODE_LOST, node_rank=node_rank))
 
