@@ -1,4 +1,11 @@
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
+import torch
+import torch.distributed
 
 from trainer.errors import ConfigError, ExitCode, Fault, write_error_file
 
@@ -30,3 +37,34 @@ def test_the_error_file_has_type_message_and_the_users_line(tmp_path) -> None:
     assert '"type": "ValueError"' in text and '"message": "bad sample"' in text and '"where": "test_errors.py:' in text
     write_error_file(str(path), ConfigError("later"))
     assert path.read_text() == text, "the first reason stands"
+
+
+def _caught(what: Callable[[], object]) -> dict[str, object]:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            what()
+        except Exception as error:
+            write_error_file(f"{folder}/error.json", error)
+        return dict(json.loads(Path(folder, "error.json").read_text()))
+
+
+def _from_python() -> None:
+    raise RuntimeError("failed to connect to the database")
+
+
+def _from_native_code() -> None:
+    torch.zeros(2, 3) @ torch.zeros(2, 3)
+
+
+def _from_native_code_and_wrapped() -> None:
+    try:
+        _from_native_code()
+    except RuntimeError as error:
+        raise RuntimeError(f"step 3: {error}") from error
+
+
+def test_it_is_known_whether_python_code_outside_torch_has_raised() -> None:
+    assert _caught(_from_python)["own"] is True
+    assert _caught(_from_native_code)["own"] is False
+    assert _caught(_from_native_code_and_wrapped)["own"] is False
+    assert _caught(lambda: torch.distributed.all_reduce(torch.ones(1)))["own"] is False, "raised by torch's Python code"

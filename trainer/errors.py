@@ -6,11 +6,12 @@ One table of exit codes serves every scheduler. Kubernetes takes 1-127 as final 
 
 from __future__ import annotations
 
+import dis
 import json
 import re
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -125,6 +126,7 @@ def write_error_file(path: str, error: BaseException) -> None:
     if target.exists():
         return
     record = {"time": time.time(), "type": type(error).__name__, "message": _message(error), "where": where(error)}
+    record["own"] = all(map(_raised_by_python, _chain(error)))
     if isinstance(error, KitError):
         record["exit_code"] = int(error.exit_code)
     if isinstance(error, FaultError):
@@ -148,6 +150,26 @@ def where(error: BaseException) -> str:
         return ""
     name, line, _ = own_frame(frames[::-1])
     return f"{Path(name).name}:{line}"
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception and those that led to it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _raised_by_python(error: BaseException) -> bool:
+    """Whether a `raise` of somebody's Python code, torch's apart, made it: then it is not torch that speaks of its network."""
+    if "Original Traceback" in str(error):  # in a loader worker
+        return True
+    if (trace := error.__traceback__) is None:
+        return False
+    while trace.tb_next:
+        trace = trace.tb_next
+    code = trace.tb_frame.f_code
+    raised = dis.opname[code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
+    return raised and "torch" not in Path(code.co_filename).parts
 
 
 def own_frame(frames: Sequence[tuple[str, int, str]]) -> tuple[str, int, str]:

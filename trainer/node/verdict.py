@@ -26,10 +26,14 @@ _PEER_LOSS = re.compile(
 _FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')  # of Python's faulthandler
 _MORE_MEMORY = "ask for more memory (resources.memory_gb_per_node), or use fewer loader workers or smaller batches"
 _SHARED_MEMORY = "give the container more /dev/shm (compose: shm_size, Kubernetes: a Memory emptyDir, docker: --shm-size)"
+_NATIVE = "the dataset crashed in native code: see the log; data.num_workers=0 tells where"
+_LEFT = "something in the dataset ends its process: see the log; data.num_workers=0 tells where"
 # What torch says of its loader: pattern, code, exit code, fix.
 _LOADER = (
     (r"Bus error|unable to (allocate|mmap|write|open) .*shared memory", "E1", ExitCode.RANK_KILLED, _SHARED_MEMORY),
     (r"Too many open files|received 0 items of ancdata", "E2", ExitCode.RANK_FAILED, "raise the limit of open files (ulimit -n)"),
+    (r"DataLoader worker \(pid.*killed by signal: (?!Killed)", "C1", ExitCode.RANK_KILLED, _NATIVE),
+    (r"DataLoader worker \(pid.*exited unexpectedly with exit code", "C1", ExitCode.RANK_FAILED, _LEFT),
     (r"DataLoader worker \(pid.*(killed by signal|exited unexpectedly)", "E3", ExitCode.RANK_KILLED, _MORE_MEMORY),
     (r"DataLoader timed out after", "E4", ExitCode.STALLED, "see what the dataset does there, or raise watch.stall_seconds"),
     (r"Pin memory thread exited", "E7", ExitCode.RANK_KILLED, "see the worker's error in the log; or data.pin_memory=false"),
@@ -56,7 +60,7 @@ class Running:
     def lost_a_peer(self) -> bool:
         """It failed, but only because another rank was gone: torch said so, not some network code of the user's."""
         kind = str(self.reason.get("type", "RuntimeError"))
-        said = kind == "RuntimeError" or kind.startswith("Dist")
+        said = (kind == "RuntimeError" or kind.startswith("Dist")) and not self.reason.get("own")
         return said and bool(_PEER_LOSS.search(str(self.reason.get("message", ""))))
 
 
