@@ -47,7 +47,7 @@ class Inquest:
         self._next, self._ticked = 0.0, time.monotonic()
         self._told: list[str] = [""] * len(hosts)  # by each node, the last time
         self._since = [time.monotonic()] * len(hosts)  # when that changed
-        self._testified = False
+        self._testified = self._examined = False
 
     def tick(self) -> Fault | None:
         """Look at this node's ranks, and at times talk to the others; returns the fault if there is one.
@@ -95,8 +95,9 @@ class Inquest:
         return mark + json.dumps({"beat": self._beats, "ranks": [asdict(sight) for sight in sights]})
 
     def crashed(self) -> None:
-        """Keep where this node's ranks were when one failed."""
-        self._keep("crash", self.look(time.monotonic()), {})
+        """Keep where this node's ranks were when one failed, here or elsewhere; not after a closer look at them."""
+        if not self._examined:
+            self._keep("crash", self.look(time.monotonic()), {})
 
     def _preside(self, now: float) -> Fault | None:
         told = self.roll.beats()
@@ -146,6 +147,7 @@ class Inquest:
         }
         examined = [replace(sight, finding=_finding(stacks.get(sight.rank, []))) for sight in sights]
         self._keep("hang", examined, stacks)
+        self._examined = True
         return examined
 
     def _keep(self, kind: str, sights: Sequence[Sight], stacks: dict[int, list[Stack]]) -> None:
@@ -162,8 +164,9 @@ def _finding(processes: Sequence[Stack]) -> Finding:
     if not processes:
         return Finding()
     own = processes[0]
-    workers = (f"pid {each.pid} {_words(each)}" for each in processes[1:] if each.threads or each.state in "TD")
-    return Finding(own.place, own.waits, own.collective, own.loads, tuple(workers))
+    workers = [each for each in processes[1:] if each.threads or each.state in "TD"]
+    told = (f"pid {each.pid} {_words(each)}" for each in workers if not each.idle or all(other.idle for other in workers))
+    return Finding(own.place, own.waits, own.collective, own.loads, tuple(told))
 
 
 def _words(stack: Stack) -> str:

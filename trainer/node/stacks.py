@@ -69,6 +69,12 @@ class Stack:
         """Whether the main thread waits for its loader workers."""
         return any(name.endswith("torch/utils/data/dataloader.py") and f == "_get_data" for name, _, f in self.main)
 
+    @property
+    def idle(self) -> bool:
+        """Whether it is a loader worker that has nothing to do."""
+        functions = [function for _, _, function in self.main]
+        return "_worker_loop" in functions and functions[functions.index("_worker_loop") - 1] == "get"
+
     def text(self) -> str:
         """For people."""
         lines = [f"process {self.pid}, state {self.state}" + (f", in the kernel's {self.kernel}" if self.kernel else "")]

@@ -113,7 +113,9 @@ class Watch:
                 return self._judge()
             if all(running.status is not None for running in self.ranks):
                 return None
-            if fault := self._fault_elsewhere() or self._stall():
+            if fault := self._fault_elsewhere():
+                self.inquest.crashed()
+            if fault := fault or self._stall():
                 return fault
 
     def _handle_signals(self) -> Fault | None:
