@@ -1,0 +1,187 @@
+"""Two local nodes whose ranks are hurt in all ways, and what must be true of any end that is a fault."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+from tests.conftest import DIGITS, wait_until
+from tests.jobs import TRAINER, command, finish, logs, metrics, overrides, processes_of, start
+from trainer.errors import ExitCode
+from trainer.process import descendants, process_state
+from trainer.train.parts import read
+
+HOST = os.uname().nodename
+STALL = 5
+# Short steps for ever, and no evaluation, which has a deadline of its own.
+ENDLESS = (
+    "training.max_steps=1000000",
+    "training.epochs=40000",
+    "training.evaluate_every_epochs=40000",
+    "training.batch_size=16",
+    "training.log_every_steps=1",
+    "checkpoint.every_steps=10",
+    f"watch.stall_seconds={STALL}",
+)
+
+
+def faulty(where: str, rank: int, number: int, what: str) -> list[str]:
+    """Settings by which a rank runs into a statement: in its model or its dataset, at call or sample number N."""
+    fault = json.dumps({"rank": rank, "number": number, "what": what})
+    settings = (
+        {"model.args": "{}", "data.args": "{}", f"{where}.args": fault} if where else {"model.args": "{}", "data.args": "{}"}
+    )
+    targets = ["model.target=tests.targets:faulty_model", "data.target=tests.targets:faulty_data"]
+    return [*targets, *(f"{name}={value}" for name, value in settings.items())]
+
+
+class Job:
+    """A run in the foreground, of nodes that are processes of this machine."""
+
+    def __init__(self, run: Path, config: str | Path = DIGITS, *settings: str, nodes: int = 2, ranks: int = 2) -> None:
+        """
+        Args:
+            ranks: on each node.
+        """
+        self.run, self.nodes, self.ranks = run, nodes, ranks
+        shape = [f"resources.nodes={nodes}", f"resources.ranks_per_node={ranks}"]
+        self.front = start(*TRAINER, "run", str(config), *shape, overrides(run), *settings)
+
+    def at_step(self, step: int, seconds: float = 60) -> None:
+        """Wait for the end of an optimizer step."""
+        reached = wait_until(lambda: self.over or (metrics(self.run) and metrics(self.run)[-1]["step"] >= step), seconds)
+        assert reached and not self.over, self.told()
+
+    def said(self, text: str, seconds: float = 60) -> None:
+        """Wait for a text in any log."""
+        assert wait_until(lambda: self.over or text in logs(self.run), seconds) and text in logs(self.run), self.told()
+
+    @property
+    def over(self) -> bool:
+        """The run has ended."""
+        return self.front.poll() is not None
+
+    @property
+    def node_pids(self) -> list[int]:
+        """Of the node processes."""
+        return [node["pid"] for node in json.loads((self.run / "job.json").read_text())["processes"]]
+
+    def pid(self, rank: int) -> int:
+        """Of a rank: the child of its node that writes its log."""
+        for pid in _children(self.node_pids[rank // self.ranks]):
+            if _writes(pid).startswith(f"rank-{rank:04d}."):
+                return pid
+        raise AssertionError(f"rank {rank} has no process\n{self.told()}")
+
+    def workers(self, rank: int) -> list[int]:
+        """Pids of its loader workers: what it has forked."""
+        own = self.pid(rank)
+        words = Path(f"/proc/{own}/cmdline").read_bytes()
+        return [pid for pid in _children(own) if Path(f"/proc/{pid}/cmdline").read_bytes() == words]
+
+    def told(self) -> str:
+        """All logs."""
+        return f"{logs(self.run)}\n--- front\n{self.front.communicate()[0] if self.over else '(runs)'}"
+
+    def still_runs(self, seconds: float) -> None:
+        """Nothing ends it for so long, and it takes steps after that."""
+        assert not wait_until(lambda: self.over, seconds), self.told()
+        self.at_step(metrics(self.run)[-1]["step"] + 2)
+
+    def stop(self) -> None:
+        """Ask it to save and stop, in good order."""
+        self.front.send_signal(signal.SIGTERM)
+        code, output = finish(self.front, 60)
+        assert code == ExitCode.STOPPED and "FAULT" not in output, output + logs(self.run)
+        assert not processes_of(self.run)
+
+    def fault(self, code: str, rank: int, words: str, exit_code: ExitCode | None, seconds: float = 60, host: str = HOST) -> str:
+        """Wait for the end; returns the one line that all nodes have told.
+
+        Args:
+            code: of the fault; several with | between them.
+            words: what the cause has to contain, in any place.
+            exit_code: None where it may be any but 0.
+        """
+        found, output = finish(self.front, seconds)
+        told = output + logs(self.run)
+        lines = [_fault_of(output), *(_fault_of(self._log(node)) for node in range(1, self.nodes))]
+        assert len(set(lines)) == 1, f"the nodes do not agree: {lines}\n{told}"
+        line = lines[0]
+        named = re.match(rf"FAULT ({code}) host={re.escape(host)} rank={rank}: ", line)
+        assert named, f"wanted {code} rank {rank}, {words!r}: {line}\n{told}"
+        assert words in line.partition(": ")[2] and "; fix: " in line, f"wanted {words!r}: {line}\n{told}"
+        assert found == exit_code or (exit_code is None and found), f"exit code {found}, not {exit_code}: {line}\n{told}"
+        self.nothing_is_left(idle=exit_code == ExitCode.STALLED)
+        return line
+
+    def explained(self, kind: str) -> str:
+        """What `trainer explain` says: the verdict, a table of all ranks, and the stacks of a hang.
+
+        Args:
+            kind: hang or crash, where the evidence lies.
+        """
+        assert any((self.run / kind / "attempt-000").iterdir()), list(self.run.rglob("*"))
+        code, text = command(*TRAINER, "explain", str(self.run))
+        assert code == 0 and text.startswith("FAULT "), text
+        table = [row.split() for row in text.splitlines() if row.split()[:1] and row.split()[0].isdecimal() and HOST in row]
+        assert {int(row[0]) for row in table if row[1] == HOST} >= set(range(self.nodes * self.ranks)), text
+        assert kind != "hang" or "  File " in text, text
+        return text
+
+    def nothing_is_left(self, idle: bool) -> None:
+        """No process, and the newest whole checkpoint loads.
+
+        Args:
+            idle: no save was under way; else the next start removes what there is of one.
+        """
+        assert wait_until(lambda: not processes_of(self.run), 10), [
+            (pid, process_state(pid), Path(f"/proc/{pid}/cmdline").read_bytes()) for pid in processes_of(self.run)
+        ]
+        folder = self.run / "checkpoints"
+        if folder.is_dir() and (names := sorted(path.name for path in folder.iterdir())):
+            half = [name for name in names if name.endswith(".tmp")]
+            assert len(half) <= (not idle), names
+            newest = max((name for name in names if name.startswith("step-") and name[5:].isdecimal()), default=None)
+            assert newest is None or read(folder / newest)["step"] == int(newest[5:])
+
+    def _log(self, node: int) -> str:
+        return (self.run / "logs" / f"node-{node:04d}.log").read_text()
+
+    def end(self) -> None:
+        """Leave nothing behind, whatever happened."""
+        if not self.over:
+            for pid in (self.front.pid, *descendants(self.front.pid)):
+                _kill(pid)
+            self.front.communicate()
+        for pid in processes_of(self.run):
+            _kill(pid)
+
+
+def _fault_of(output: str) -> str:
+    """The one fault line, or all output."""
+    lines = [line for line in output.splitlines() if line.startswith("FAULT ")]
+    return lines[0] if len(lines) == 1 else output
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def _writes(pid: int) -> str:
+    try:
+        return Path(os.readlink(f"/proc/{pid}/fd/1")).name
+    except OSError:
+        return ""
