@@ -79,6 +79,8 @@ class Vitals:
             if before.done and not excused:  # the first step compiles, and fills caches
                 self._slowest = max(self._slowest, (now - self._step_since) / (beat.done - before.done))
             self._step_since = now
+        if excused or before.phase not in _STEP or beat.phase not in _STEP:
+            self._step_since = now  # an evaluation or a save is no part of a step
         self.beat = beat
         self._count(beat.phase)
         return beat
