@@ -62,6 +62,8 @@ class Stack:
         called = [f for name, f in functions if name.endswith(_COLLECTIVES) and f not in ("wrapper", "_wait_for")]
         if called:
             return called[-1]
+        if functions and functions[0][0].endswith(_WRAPPER) and "broadcast" in functions[0][1]:
+            return "broadcast"  # of buffers, before a forward pass
         return "backward" if functions and functions[0][1] == "_engine_run_backward" else None
 
     @property
@@ -85,6 +87,7 @@ class Stack:
 
 
 _COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/nn/functional.py")
+_WRAPPER = "torch/nn/parallel/distributed.py"
 
 
 def answer_when_asked(environ: Mapping[str, str] = os.environ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -60,7 +61,7 @@ def holding_up(sights: Sequence[Sight]) -> list[Sight]:
     alive = [sight for sight in sights if sight.alive]
     if all(sight.left >= 0 for sight in alive):
         return []
-    if gone := [sight for sight in sights if not sight.alive]:
+    if gone := [sight for sight in sights if not sight.alive and sight.phase != Phase.DONE]:
         return gone
     last = min(sight.position for sight in alive)
     found = [sight for sight in alive if sight.position == last]
@@ -90,14 +91,23 @@ def verdict(sights: Sequence[Sight]) -> Fault:
         return left_early(held[0].host, held[0].rank, held[0].node_rank)
     stopped = [sight for sight in sights if sight.state == "T"]
     busy = [sight for sight in held if not sight.finding.collective]
-    culprit = (stopped or busy or held)[0]
+    odd = _in_another_collective(held)
+    culprit = (stopped or busy or odd or held)[0]
     others = [sight for sight in sights if sight.alive and sight.rank != culprit.rank]
-    code, cause, fix = _words(culprit, others, network=not stopped and not busy and len(held) == len(sights) > 1)
+    network = not stopped and not busy and not odd and len(held) == len(others) + 1 > 1
+    code, cause, fix = _words(culprit, others, network)
     where = f"step {culprit.step + 1}, {culprit.phase.words}"
     if culprit.phase == Phase.START:
         where = f"after {culprit.sequence} collectives" if culprit.sequence else culprit.phase.words
     cause = f"{cause} ({where}, no progress for {culprit.age:.0f} s)"
     return Fault(code, culprit.host, cause, fix, ExitCode.STALLED, culprit.rank, culprit.node_rank)
+
+
+def _in_another_collective(held: Sequence[Sight]) -> list[Sight]:
+    """Of ranks that are equally far, those that are in another collective than most; of two, what a step does is no mistake."""
+    found = Counter(sight.finding.collective for sight in held)
+    most = max(found, key=lambda collective: (found[collective], collective == "backward"))
+    return [sight for sight in held if sight.finding.collective != most]
 
 
 def _words(culprit: Sight, others: Sequence[Sight], network: bool) -> tuple[str, str, str]:
@@ -116,11 +126,16 @@ def _words(culprit: Sight, others: Sequence[Sight], network: bool) -> tuple[str,
         cause = f"waits for its loader workers: {'; '.join(found.workers) or 'none is left'}{waiting}"
         return "E4", cause, _data_fix(found.workers)
     if found.collective and found.collective != "backward":
-        doing = sorted({sight.finding.collective or sight.phase.words for sight in others})
+        doing = sorted({_doing(sight) for sight in others})
         cause = f"is in {found.collective} ({found.place}), while the others are in {' and '.join(doing)}"
         return "C5", cause, "let every rank call the same collectives in the same order; look for `if rank == 0`"
     at = f"{found.waits} in {found.place}" if found.place else "does not get on"
     return "C2", f"{at}{waiting}", "see its stack (trainer explain), or raise watch.stall_seconds if that may take so long"
+
+
+def _doing(sight: Sight) -> str:
+    found = sight.finding.collective or sight.phase.words
+    return found if sight.finding.collective in (None, "backward") else f"{found} ({sight.finding.place})"
 
 
 def _data_fix(workers: Sequence[str]) -> str:

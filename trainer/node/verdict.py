@@ -30,8 +30,8 @@ _NATIVE = "the dataset crashed in native code: see the log; data.num_workers=0 t
 _LEFT = "something in the dataset ends its process: see the log; data.num_workers=0 tells where"
 # What torch says of its loader: pattern, code, exit code, fix.
 _LOADER = (
-    (r"Bus error|unable to (allocate|mmap|write|open) .*shared memory", "E1", ExitCode.RANK_KILLED, _SHARED_MEMORY),
     (r"Too many open files|received 0 items of ancdata", "E2", ExitCode.RANK_FAILED, "raise the limit of open files (ulimit -n)"),
+    (r"Bus error|unable to .*(shared memory|</torch_)", "E1", ExitCode.RANK_KILLED, _SHARED_MEMORY),
     (r"DataLoader worker \(pid.*killed by signal: (?!Killed)", "C1", ExitCode.RANK_KILLED, _NATIVE),
     (r"DataLoader worker \(pid.*exited unexpectedly with exit code", "C1", ExitCode.RANK_FAILED, _LEFT),
     (r"DataLoader worker \(pid.*(killed by signal|exited unexpectedly)", "E3", ExitCode.RANK_KILLED, _MORE_MEMORY),
