@@ -87,7 +87,7 @@ def test_a_script_of_ones_own_has_checkpoints_that_nobody_sees() -> None:
 
 
 def sight(rank: int, busy: float | None) -> Sight:
-    return Sight(rank, f"n{rank}", rank, 1, "S", 9, 1, Phase.DATA, 9, 0.1, 60.0, busy, Phase.DATA)
+    return Sight(rank, f"n{rank}", rank, 1, "S", 9, 1, Phase.DATA, 9, 0.1, 60.0, busy=busy, mostly=Phase.DATA)
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_in_a_script_the_lines_of_both_sides_are_told() -> None:
     fault = verdict(sights)
     assert (fault.code, fault.rank) == ("C5", 2)
     assert (
-        "is in barrier (train.py:5 in main), while the others are in all_reduce (train.py:8 in main) (its script" in fault.cause
+        "is in barrier (train.py:5 in main), while the others are in all_reduce (train.py:8 in main) (after 100 " in fault.cause
     )
 
 

@@ -87,7 +87,8 @@ class Inquest:
             beat = vitals.look(now, state, asleep)
             where = (beat.step, beat.place, beat.phase, beat.sequence)
             who = (running.rank.rank, self.node.host, self.node.node_rank, running.pid, state)
-            found.append(Sight(*who, *where, vitals.age(now), vitals.left(now), *(vitals.busy or ())))
+            busy, mostly = vitals.busy or (None, Phase.START)
+            found.append(Sight(*who, *where, vitals.age(now), vitals.left(now), busy=busy, mostly=mostly))
         return found
 
     def _told_of(self, sights: Sequence[Sight]) -> str:

@@ -41,9 +41,9 @@ class Sight:
     sequence: int  # collectives begun
     age: float  # seconds since its last progress
     left: float  # seconds that it may go on like this
+    finding: Finding = field(default=Finding())
     busy: float | None = None  # share of its steps that it spends on its own part
     mostly: Phase = Phase.START  # and on what most
-    finding: Finding = field(default=Finding())
 
     @property
     def position(self) -> tuple[int, int, int]:
