@@ -117,3 +117,36 @@ def test_the_rank_whose_parameters_differ_is_named() -> None:
     found = on_ranks(3, check)
     assert len(set(found)) == 1 and found[0] and found[0].rank == culprit and found[0].code == "F12"
     assert found[0].cause == "the parameters of this rank differ from the others', since a step from 11 to 20"
+
+
+class Idle(nn.Module):
+    """A classifier with layers that nothing goes through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.auxiliary = nn.Linear(64, 10), nn.ModuleList(nn.Linear(3, 2) for _ in range(3))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.inner(images.flatten(1))
+        return outputs
+
+
+@pytest.mark.parametrize("way", ["refused", "find_unused_parameters", "frozen"])
+def test_parameters_that_get_no_gradient_are_named_in_the_first_step(way: str) -> None:
+    def check(world: World) -> Fault | None:
+        model = Idle()
+        model.auxiliary.requires_grad_(way != "frozen")
+        loop = make_loop(world, model=model, find_unused_parameters=way == "find_unused_parameters")
+        try:
+            run_steps(loop, 3)
+        except FaultError as error:
+            return error.fault
+        return None
+
+    for rank, fault in enumerate(on_ranks(2, check)):
+        if way != "refused":
+            assert fault is None
+            continue
+        assert fault and (fault.code, fault.rank, fault.exit_code) == ("C7", rank, ExitCode.RANK_FAILED)
+        names = "auxiliary.0.weight, auxiliary.0.bias, auxiliary.1.weight (and 3 more)"
+        assert fault.cause == f"parameters that got no gradient in the first step: {names}"

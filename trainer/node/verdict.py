@@ -28,8 +28,10 @@ _MORE_MEMORY = "ask for more memory (resources.memory_gb_per_node), or use fewer
 _SHARED_MEMORY = "give the container more /dev/shm (compose: shm_size, Kubernetes: a Memory emptyDir, docker: --shm-size)"
 _NATIVE = "the dataset crashed in native code: see the log; data.num_workers=0 tells where"
 _LEFT = "something in the dataset ends its process: see the log; data.num_workers=0 tells where"
-# What torch says of its loader: pattern, code, exit code, fix.
-_LOADER = (
+_UNUSED = "freeze what gets no gradient, use it, or set model.find_unused_parameters=true (find_unused_parameters=True in DDP)"
+# What torch says: pattern, code, exit code, fix.
+_KNOWN = (
+    (r"Expected to have finished reduction in the prior iteration", "C7", ExitCode.RANK_FAILED, _UNUSED),
     (r"Too many open files|received 0 items of ancdata", "E2", ExitCode.RANK_FAILED, "raise the limit of open files (ulimit -n)"),
     (r"Bus error|unable to .*(shared memory|</torch_)", "E1", ExitCode.RANK_KILLED, _SHARED_MEMORY),
     (r"DataLoader worker \(pid.*killed by signal: (?!Killed)", "C1", ExitCode.RANK_KILLED, _NATIVE),
@@ -84,7 +86,7 @@ def describe(culprit: Running, host: str, node_rank: int, memory: str | None = N
     if culprit.lost_a_peer:
         cause = f"lost another rank, which told nobody why ({message})"
         return Fault("C1", host, cause, "look at the other nodes' logs", ExitCode.NODE_LOST, rank, node_rank)
-    for pattern, number, exit_code, fix in _LOADER:
+    for pattern, number, exit_code, fix in _KNOWN:
         if re.search(pattern, message):
             cause = f"{memory}: {cause}" if memory and number == "E3" else cause
             return Fault(number, host, cause, fix, exit_code, rank, node_rank)

@@ -20,6 +20,7 @@ _MOST_OVERFLOWS = 50  # of half precision: a scale that starts at 2^16 has come 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 _EXACT = 1 << 52  # integers below it survive as float64
 _SHOWN_SAMPLES = 8
+_SHOWN_NAMES = 3
 
 
 class Finite:
@@ -155,3 +156,18 @@ def _checksum(parameters: Sequence[nn.Parameter]) -> int:
         for number, value in enumerate(sums):
             total += (2 * number + 1) * int(value)
     return total % _EXACT
+
+
+def all_used(model: nn.Module, world: World) -> bool:
+    """After a first backward pass: see that every parameter has a gradient, without which the next step's exchange would fail.
+
+    Raises:
+        FaultError: some have none.
+    """
+    unused = [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None]
+    if unused:
+        more = f" (and {len(unused) - _SHOWN_NAMES} more)" if len(unused) > _SHOWN_NAMES else ""
+        cause = f"parameters that got no gradient in the first step: {', '.join(unused[:_SHOWN_NAMES])}{more}"
+        fix = "freeze them, use them, or set model.find_unused_parameters=true"
+        raise FaultError(Fault("C7", world.host, cause, fix, ExitCode.RANK_FAILED, world.rank))
+    return True

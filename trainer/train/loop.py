@@ -15,9 +15,9 @@ from torch.utils.data import Dataset
 
 from trainer.errors import ConfigError
 from trainer.pulse import Phase, Pulse
-from trainer.train.agree import Finite
+from trainer.train.agree import Finite, all_used
 from trainer.train.batches import Loading, batches
-from trainer.train.distributed import World
+from trainer.train.distributed import World, wrap
 from trainer.train.optim import LearningRate, MovingAverage, clip, load_optimizer
 from trainer.train.window import Window
 
@@ -61,7 +61,8 @@ class Loop:
     ) -> None:
         self.bare, self.loss, self.optimizer, self.rate = model, loss, optimizer, rate
         self.world, self.options, self.average = world, options, average
-        self.model = _wrap(model, world, find_unused_parameters)
+        self.model = wrap(model, world, find_unused_parameters)
+        self._parameters_seen, self._find_unused = False, find_unused_parameters  # whether all have got a gradient
         self.step = 0  # optimizer steps done; global sample position = step * batch_size
         self.updates = 0  # steps that changed the weights: fp16 skips one when gradients overflow, and the schedule waits
         kind = PRECISIONS[options.precision]
@@ -129,6 +130,8 @@ class Loop:
             losses: this rank's in this step.
         """
         self.before_update()
+        if not self._parameters_seen and self.world.grouped and not self._find_unused:
+            self._parameters_seen = all_used(self.bare, self.world)
         if self._scaler is None and not self.finite.allows(self.step, self._parameters, losses):
             self._forget_gradients()
             return False
@@ -235,15 +238,3 @@ class Loop:
             self._window.load(ranks[self.world.rank]["window"])
         elif self.world.rank == 0:
             self._window.load(*(own["window"] for own in ranks))
-
-
-def _wrap(model: nn.Module, world: World, find_unused_parameters: bool) -> nn.Module:
-    if not world.grouped or not any(p.requires_grad for p in model.parameters()):
-        return model
-    single = len(world.devices) == 1 and world.device.type == "cuda"
-    return DistributedDataParallel(
-        model,
-        device_ids=[world.device] if single else None,  # a model on several devices places its inputs itself
-        find_unused_parameters=find_unused_parameters,
-        gradient_as_bucket_view=True,
-    )
