@@ -70,7 +70,9 @@ KINDS = (
     Kind("endless loop", "C2", "targets.py", STALLED, "model", _SPIN),
     Kind("native sleep", "C2", "targets.py", STALLED, "model", _DEAF),
     Kind("barrier", "C5", "is in barrier (targets.py", STALLED, "model", "torch.distributed.barrier()"),
-    Kind("all_reduce", "C5", "is in all_reduce (targets.py", STALLED, "data", "torch.distributed.all_reduce(torch.ones(1))"),
+    Kind(
+        "all_reduce", "C5", "collective mismatch", FAILED, "data", "torch.distributed.all_reduce(torch.ones(1))", evidence="crash"
+    ),
     Kind("worker SIGKILL", "E3", "DataLoader worker (pid", KILLED, hurt=_to_worker(signal.SIGKILL), workers=2, evidence="crash"),
     Kind("worker SIGSTOP", "E4", "is in state T", STALLED, hurt=_to_worker(signal.SIGSTOP), workers=2),
     Kind("worker sleeps", "E4", "sleeps in targets.py", STALLED, "data", "time.sleep(1000)", workers=2),
@@ -114,7 +116,7 @@ def check(kills: int, seed: int, first: int = 0, only: str | None = None) -> lis
                 print(f"{number:3} {kind.name}: {once(kind, dice, Path(folder))}", flush=True)
             except AssertionError as error:
                 wrong.append(f"{number} {kind.name} (seed {seed}): {error}")
-                print(f"{number:3} {kind.name}: WRONG {str(error).splitlines()[0]}", flush=True)
+                print(f"{number:3} {kind.name}: WRONG {error}", flush=True)
     return wrong
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +29,10 @@ def sight(rank: int, **more: object) -> Sight:
     return replace(made, **more)  # type: ignore[arg-type]
 
 
+def named(sights: Sequence[Sight]) -> Fault:
+    return verdict(sights, holding_up(sights))
+
+
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[list[Sight], int]:
     """Any number of ranks, and one of them."""
@@ -47,7 +52,7 @@ def test_the_one_that_is_behind_is_named_whoever_it_is(world: tuple[list[Sight],
     sights[culprit] = replace(sights[culprit], finding=BUSY, **behind)  # type: ignore[arg-type]
     dice.shuffle(sights)
     assert [each.rank for each in holding_up(sights)] == [culprit]
-    fault = verdict(sights)
+    fault = named(sights)
     assert (fault.rank, fault.node_rank, fault.host) == (culprit, culprit // PER_NODE, f"n{culprit // PER_NODE}")
     assert (fault.code, fault.exit_code) == (
         "C2",
@@ -77,7 +82,7 @@ def test_a_rank_that_left_is_named_before_those_that_wait_for_it(
 ) -> None:
     sights, culprit = world
     sights[culprit] = replace(sights[culprit], state="exit 0", finding=Finding(), **behind)  # type: ignore[arg-type]
-    fault = verdict(sights)
+    fault = named(sights)
     assert (fault.code, fault.rank, fault.exit_code) == ("D5", culprit, ExitCode.RANK_FAILED)
 
 
@@ -86,7 +91,7 @@ def test_of_ranks_that_said_goodbye_none_is_blamed_for_one_that_does_not_end(wor
     sights, last = world
     sights = [replace(each, state="exit 0", phase=Phase.DONE, place=9, finding=Finding()) for each in sights]
     sights[last] = sight(last, phase=Phase.TEARDOWN, place=8, finding=BUSY)
-    fault = verdict(sights)
+    fault = named(sights)
     assert (fault.code, fault.rank) == ("C2", last) and "data.py:7" in fault.cause
 
 
@@ -97,14 +102,14 @@ def test_a_stopped_rank_is_named_even_where_all_are_equally_far(
     sights, culprit = world
     for extra in (behind, {}):
         sights[culprit] = replace(sights[culprit], state="T", finding=Finding(), **extra)  # type: ignore[arg-type]
-        fault = verdict(sights)
+        fault = named(sights)
         assert (fault.code, fault.rank) == ("C2", culprit)
         assert f"stopped by a signal (pid {1000 + culprit} is in state T), the others wait for it" in fault.cause
 
 
 @given(worlds())
 def test_where_all_are_in_the_same_collective_it_is_the_network(world: tuple[list[Sight], int]) -> None:
-    fault = verdict(world[0])
+    fault = named(world[0])
     assert (fault.code, fault.exit_code) == ("C3", ExitCode.STALLED) and "all ranks are in the same backward" in fault.cause
 
 
@@ -114,7 +119,7 @@ def test_one_in_another_collective_is_named_also_where_all_are_equally_far(world
     alone = Finding("train.py:12 in save", "waits for a lock", "barrier")
     place, phase, sequence = where
     sights[culprit] = replace(sights[culprit], finding=alone, place=place, phase=phase, sequence=sequence)
-    fault = verdict(sights)
+    fault = named(sights)
     assert fault.code == "C5"
     if len(sights) > 2 or place == 3 or sequence == 99:
         assert fault.rank == culprit and "is in barrier (train.py:12 in save), while the others are in backward" in fault.cause
@@ -125,7 +130,7 @@ def test_one_in_another_collective_is_named_also_where_all_are_equally_far(world
 def test_in_a_script_the_lines_of_both_sides_are_told() -> None:
     places = [Finding("train.py:8 in main", "waits for a lock", "all_reduce"), Finding("train.py:5 in main", "waits", "barrier")]
     sights = [sight(rank, step=0, place=0, phase=Phase.START, finding=places[rank == 2]) for rank in range(4)]
-    fault = verdict(sights)
+    fault = named(sights)
     assert (fault.code, fault.rank) == ("C5", 2)
     assert (
         "is in barrier (train.py:5 in main), while the others are in all_reduce (train.py:8 in main) (after 100 " in fault.cause
@@ -155,7 +160,7 @@ def test_in_a_script_the_lines_of_both_sides_are_told() -> None:
     ],
 )
 def test_what_a_rank_is_at(state: str, finding: Finding, code: str, words: str, fix: str) -> None:
-    fault = verdict([sight(0), sight(1, state=state, place=2, phase=Phase.DATA, finding=finding), sight(2)])
+    fault = named([sight(0), sight(1, state=state, place=2, phase=Phase.DATA, finding=finding), sight(2)])
     assert (fault.code, fault.rank, fault.exit_code) == (code, 1, ExitCode.STALLED)
     assert words in fault.cause and fix in fault.fix and "(step 42, data loading, no progress for 30 s)" in fault.cause
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 import zlib
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -16,10 +19,12 @@ from trainer.config import Config
 from trainer.errors import ConfigError
 from trainer.launch.plan import Command, Plan, Submission, keep, locked, new_run_dir, resolved, write_plan
 from trainer.launch.run import Run, Status
-from trainer.process import die_with_parent, started_at
+from trainer.process import die_with_parent, process_state, started_at
 
 _ADDRESS = "127.0.0.1"
 _FIRST_PORT, _PORTS = 20000, 9000  # outside the ephemeral range
+_FOLLOW_SECONDS = 5.0  # after a node's bad end
+_POLL_SECONDS = 0.05
 _LISTENER = "TRAINER_MASTER_FD"  # node 0 gets the bound port itself, so that no other job can take it in between
 
 
@@ -54,12 +59,26 @@ def run_here(config: Config, run_dir: str) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup
             signal.signal(number, pass_on)
-    codes = [process.wait() for process in processes]
+    codes = _ends(processes)
     for rank, code in enumerate(codes):
         if code < 0:
             print(f"node {rank} was killed by signal {-code}; its ranks are gone, the last checkpoint stands", file=sys.stderr)
     bad = [code for code in codes if code]
     return next((code for code in bad if code > 0), 128 - bad[0] if bad else 0)
+
+
+def _ends(processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:
+    """Wait for all; returns their exit codes. One that is stopped (SIGSTOP) cannot follow another's bad end: it is killed."""
+    until = math.inf
+    while late := [process for process in processes if process.poll() is None]:
+        if any(process.returncode for process in processes):
+            until = min(until, time.monotonic() + _FOLLOW_SECONDS)
+        if time.monotonic() > until:
+            for process in late:
+                if process_state(process.pid) == "T":
+                    process.kill()
+        time.sleep(_POLL_SECONDS)
+    return [process.returncode for process in processes]
 
 
 def status(run: Run) -> Status:

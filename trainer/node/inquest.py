@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
@@ -14,8 +14,8 @@ from trainer.errors import ExitCode, Fault
 from trainer.node.logs import RunFolder, say
 from trainer.node.roll import Roll
 from trainer.node.stacks import Stack, collect
-from trainer.node.stall import Finding, Sight, holding_up, stragglers, verdict
-from trainer.node.verdict import Running
+from trainer.node.stall import Finding, Sight, holding_up, stragglers, suspects, verdict
+from trainer.node.verdict import Running, left_early
 from trainer.process import process_state
 from trainer.pulse import Phase
 
@@ -25,7 +25,10 @@ _OVERDUE = "!"  # what a node tells begins with it, if one of its ranks is
 LOST_SECONDS = 20.0  # a node that tells nothing for so long is gone
 _WAITING_SECONDS = 5.0  # with a rank that shows no progress for so long, a node asks whether node 0 wants to know more
 _ASLEEP_SECONDS = 5.0  # with no tick for so long, this process was stopped itself
+GONE = "see whether that machine and its network are up, then start again to go on from the last checkpoint"
 _FINDING_SECONDS = 8.0  # how long node 0 waits for all nodes' findings
+_PEER_SECONDS = 5.0  # a rank that lost its peer waits so long for the peer's own fault
+_DOUBT_SECONDS = 8.0  # where ranks have lost a peer and nobody says why, a node that tells nothing for so long is gone
 
 
 class Inquest:
@@ -36,7 +39,7 @@ class Inquest:
     ) -> None:
         """
         Args:
-            hosts: the nodes' names by node rank.
+            hosts: the nodes' names by node rank; node 0's is enough on others.
             ranks: of this node; others may be added.
             folder: where what is found out is kept.
             factor: of which ranks to warn, see `stragglers`.
@@ -62,14 +65,14 @@ class Inquest:
             self._since = [now] * len(self.hosts)
         if self.node.nnodes == 1:
             self._warn(sights)
-            return self._decide(sights) if holding_up(sights) else None
+            return self._decide(sights, holding_up) if holding_up(sights) else None
         if now < self._next:
             return None
         self._next, self._beats = now + _BEAT_SECONDS, self._beats + 1
         self.roll.beat(self._told_of(sights))
         if self.node.node_rank == 0:
             return self._preside(now)
-        if not self._testified and any(sight.age > _WAITING_SECONDS for sight in sights) and self.roll.summoned():
+        if not self._testified and any(sight.age > _WAITING_SECONDS for sight in sights) and self.roll.marked("inquest"):
             self._testified = True
             self.roll.testify(self._told_of(self._examine(self.look(time.monotonic()))))
         return None
@@ -100,20 +103,48 @@ class Inquest:
         if not self._examined:
             self._keep("crash", self.look(time.monotonic()), {})
 
+    def missing(self, pause: Callable[[], None]) -> Fault | None:
+        """Why ranks of this node have lost a peer: what another node reports, that it is gone, or who holds the others up.
+
+        Args:
+            pause: waits a little, and sees who has ended.
+
+        Raises:
+            ConnectionError: node 0 does not answer.
+        """
+        if self.node.nnodes == 1:
+            sights = self.look(time.monotonic())
+            return self._decide(sights, suspects) if suspects(sights) else None
+        begun, doubting = time.monotonic(), False
+        while time.monotonic() < begun + _PEER_SECONDS + LOST_SECONDS:
+            if fault := self.roll.fault() or self.tick():
+                return fault
+            if not doubting and time.monotonic() > begun + _PEER_SECONDS:
+                if left := self.roll.left_early():
+                    return left_early(left[1], left[2], left[0])
+                self.roll.mark("doubt")
+                doubting = True
+            pause()
+        return None
+
     def _preside(self, now: float) -> Fault | None:
-        told = self.roll.beats()
+        told, doubted = self.roll.beats(), self.roll.marked("doubt")
         for node_rank, text in enumerate(told):
+            silent = now - self._since[node_rank]
             if text != self._told[node_rank]:
                 self._told[node_rank], self._since[node_rank] = text, now
-            elif now - self._since[node_rank] > LOST_SECONDS:
-                return self._lost(node_rank)
-        look_at_all = self._beats % _WARN_BEATS == 0
+            elif silent > (_DOUBT_SECONDS if doubted else LOST_SECONDS):
+                return self._lost(node_rank, silent)
+        look_at_all = doubted or self._beats % _WARN_BEATS == 0
         if not look_at_all and not any(text.startswith(_OVERDUE) for text in told):  # to read them all takes its time
             return None
         sights = [sight for text in told for sight in _sights(text)]
         if look_at_all:
             self._warn(sights)
-        return self._decide(sights) if holding_up(sights) else None
+        if holding_up(sights):
+            return self._decide(sights, holding_up)
+        heard = now - min(self._since) < _WAITING_SECONDS
+        return self._decide(sights, suspects) if doubted and heard and suspects(sights) else None
 
     def _warn(self, sights: Sequence[Sight]) -> None:
         """Of ranks that the others wait for in each step, once of each."""
@@ -124,23 +155,27 @@ class Inquest:
                 say(f"[{self.node.host}] warning: rank {sight.rank} ({sight.host}) holds the others up: {what}")
                 self.folder.event("straggler", rank=sight.rank, host=sight.host, factor=round(times, 2), phase=sight.mostly.words)
 
-    def _lost(self, node_rank: int) -> Fault:
+    def _lost(self, node_rank: int, silent: float) -> Fault:
         host, ranks = self.hosts[node_rank], [sight.rank for sight in _sights(self._told[node_rank])]
         those = f" with rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else ""
-        cause = f"lost node {node_rank} ({host}){those}: no sign of life for {LOST_SECONDS:.0f} s"
-        fix = "see whether that machine and its network are up, then start again to go on from the last checkpoint"
-        return self.roll.report(Fault("C3", host, cause, fix, ExitCode.NODE_LOST, node_rank=node_rank))
+        cause = f"lost node {node_rank} ({host}){those}: no sign of life for {silent:.0f} s"
+        return self.roll.report(Fault("C3", host, cause, GONE, ExitCode.NODE_LOST, node_rank=node_rank))
 
-    def _decide(self, sights: Sequence[Sight]) -> Fault:
-        """Have all nodes look closer, then name the rank at fault."""
+    def _decide(self, sights: Sequence[Sight], held: Callable[[Sequence[Sight]], list[Sight]]) -> Fault:
+        """Have all nodes look closer, then name the rank at fault.
+
+        Args:
+            held: finds the ranks that hold the job up.
+        """
         if self.node.nnodes > 1:
-            self.roll.summon()
+            self.roll.mark("inquest")
         found = {sight.rank: sight for sight in self._examine([s for s in sights if s.node_rank == self.node.node_rank])}
         if self.node.nnodes > 1:
             for text in self.roll.testimonies(_FINDING_SECONDS):
                 found |= {sight.rank: sight for sight in _sights(text)}
         # what they are at is told by the findings, how far they were by what led here
-        return self.roll.report(verdict([replace(s, finding=found[s.rank].finding) if s.rank in found else s for s in sights]))
+        sights = [replace(s, finding=found[s.rank].finding) if s.rank in found else s for s in sights]
+        return self.roll.report(verdict(sights, held(sights)))
 
     def _examine(self, sights: Sequence[Sight]) -> list[Sight]:
         stacks = {

@@ -66,7 +66,7 @@ def preside(
         fault = register.fault
         for warning in verdict.warnings:
             say(f"warning: {warning}")
-        register.dismiss({"fault": fault.to_json()} if fault else {"go": terms.attempt})
+        register.dismiss({"fault": fault.to_json()} if fault else {"go": terms.attempt, "host": node.host})
     keep(Report(round(time.monotonic() - started, 3), fault.line() if fault else None, verdict.warnings, list(claims.values())))
     if fault:
         raise FaultError(fault)

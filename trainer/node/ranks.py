@@ -145,7 +145,11 @@ def _run(rank: Rank, parent: int) -> None:
     Path(rank.error_file).unlink(missing_ok=True)
     answer_when_asked()
     Pulse.of().follow_collectives()
-    code = _call(rank)
+    try:
+        code = _call(rank)
+    except BaseException as error:  # such a handler, in the moment before that
+        write_error_file(rank.error_file, error)
+        code = 1
     try:
         threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's own threads, as the interpreter does
         atexit._run_exitfuncs()
@@ -190,6 +194,7 @@ def _call(rank: Rank) -> int:
         traceback.print_exc()
         return -signal.SIGINT  # the interpreter, too, dies of the signal then
     except BaseException as error:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a loader's handler raises once more for each worker that ends
         with suppress(OSError):  # the disk may be what is full
             write_error_file(rank.error_file, error)
             traceback.print_exc()

@@ -71,13 +71,14 @@ class Roll:
         """On node 0: what each node has told last, by node rank."""
         return [text.decode() for text in self.ask(lambda: self.store.multi_get(self._keys("beat")))]
 
-    def summon(self) -> None:
-        """On node 0: have all nodes tell what the processes of their ranks are at."""
-        self.ask(lambda: self.store.set("inquest", "1"))
+    def mark(self, name: str) -> None:
+        """Say something to all nodes, once. `inquest`: all are to tell what the processes of their ranks are at. `doubt`: ranks
+        have lost a peer, and nobody says why."""
+        self.ask(lambda: self.store.set(name, "1"))
 
-    def summoned(self) -> bool:
-        """Whether node 0 wants to know that."""
-        return bool(self.ask(lambda: self.store.check(["inquest"])))
+    def marked(self, name: str) -> bool:
+        """Whether any node has said that."""
+        return bool(self.ask(lambda: self.store.check([name])))
 
     def testify(self, text: str) -> None:
         """Tell it."""

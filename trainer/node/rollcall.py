@@ -50,7 +50,7 @@ class Place:
     attempt: int
     address: str  # of this node, as the others reach it
     master: str  # node 0's address, in numbers
-    hosts: tuple[str, ...] = ()  # on node 0: the nodes' names by node rank, as they told them
+    hosts: tuple[str, ...]  # on node 0: the nodes' names by node rank, as they told them; elsewhere node 0's
 
 
 def join(
@@ -214,4 +214,4 @@ class _Attendance:
             self._next(time.monotonic() + LEAVE_SECONDS)  # until node 0 closes
         if "fault" in message:
             raise FaultError(Fault.from_json(message["fault"]))
-        return Place(int(message["go"]), self.probe.address, self.master)
+        return Place(int(message["go"]), self.probe.address, self.master, (str(message["host"]),))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from trainer.errors import ExitCode, Fault
-from trainer.node.verdict import left_early
+from trainer.node.verdict import SAME_COLLECTIVES, left_early
 from trainer.pulse import Phase
 
 _LEAST_BUSY, _WORTH_A_WORD = 0.02, 0.2  # shares of a step
@@ -55,17 +55,38 @@ class Sight:
         """It has not ended."""
         return not self.state.startswith("exit")
 
+    @property
+    def left_early(self) -> bool:
+        """It ended well as far as its exit code tells, and did not say goodbye."""
+        return self.state == "exit 0" and self.phase != Phase.DONE
+
+    @property
+    def failed(self) -> bool:
+        """It ended otherwise; its node says why."""
+        return not self.alive and self.state != "exit 0"
+
 
 def holding_up(sights: Sequence[Sight]) -> list[Sight]:
     """The ranks that hold the job up, if it stands still; none while the last of all still has time."""
     alive = [sight for sight in sights if sight.alive]
     if all(sight.left >= 0 for sight in alive):
         return []
-    if gone := [sight for sight in sights if not sight.alive and sight.phase != Phase.DONE]:
+    if gone := [sight for sight in sights if sight.left_early]:
         return gone
     last = min(sight.position for sight in alive)
     found = [sight for sight in alive if sight.position == last]
     return found if all(sight.left < 0 for sight in found) else []
+
+
+def suspects(sights: Sequence[Sight]) -> list[Sight]:
+    """The ranks that others have waited for in vain, of which some have failed, as their collective took too long for torch:
+    they may have time left, but are behind, or stopped."""
+    alive, failed = [sight for sight in sights if sight.alive], [sight for sight in sights if sight.failed]
+    if found := [sight for sight in sights if sight.left_early] or [sight for sight in alive if sight.state == "T"]:
+        return found
+    last = min((sight.position for sight in alive), default=None)
+    behind = last is not None and all(last < sight.position for sight in failed)
+    return [sight for sight in alive if sight.position == last] if behind else []
 
 
 def stragglers(sights: Sequence[Sight], factor: float) -> Iterator[tuple[Sight, float]]:
@@ -80,13 +101,13 @@ def stragglers(sights: Sequence[Sight], factor: float) -> Iterator[tuple[Sight, 
             yield sight, busy / usual
 
 
-def verdict(sights: Sequence[Sight]) -> Fault:
+def verdict(sights: Sequence[Sight], held: Sequence[Sight]) -> Fault:
     """The fault of a job that stands still.
 
     Args:
         sights: of all ranks, with findings.
+        held: those of them that hold it up, at least one.
     """
-    held = holding_up(sights) or [sight for sight in sights if sight.left < 0] or list(sights)
     if not held[0].alive:
         return left_early(held[0].host, held[0].rank, held[0].node_rank)
     stopped = [sight for sight in sights if sight.state == "T"]
@@ -128,7 +149,7 @@ def _words(culprit: Sight, others: Sequence[Sight], network: bool) -> tuple[str,
     if found.collective and found.collective != "backward":
         doing = sorted({_doing(sight) for sight in others})
         cause = f"is in {found.collective} ({found.place}), while the others are in {' and '.join(doing)}"
-        return "C5", cause, "let every rank call the same collectives in the same order; look for `if rank == 0`"
+        return "C5", cause, SAME_COLLECTIVES
     at = f"{found.waits} in {found.place}" if found.place else "does not get on"
     return "C2", f"{at}{waiting}", "see its stack (trainer explain), or raise watch.stall_seconds if that may take so long"
 

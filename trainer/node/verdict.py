@@ -14,6 +14,7 @@ from trainer.node.logs import last_lines
 from trainer.node.ranks import Rank
 from trainer.node.vitals import Vitals
 from trainer.process import signal_name
+from trainer.pulse import Phase
 
 # What a survivor says of a peer that is gone: never a root cause.
 _PEER_LOSS = re.compile(
@@ -26,6 +27,7 @@ _PEER_LOSS = re.compile(
 _FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')  # of Python's faulthandler
 _MORE_MEMORY = "ask for more memory (resources.memory_gb_per_node), or use fewer loader workers or smaller batches"
 _SHARED_MEMORY = "give the container more /dev/shm (compose: shm_size, Kubernetes: a Memory emptyDir, docker: --shm-size)"
+SAME_COLLECTIVES = "let every rank call the same collectives in the same order; look for `if rank == 0`"
 _NATIVE = "the dataset crashed in native code: see the log; data.num_workers=0 tells where"
 _LEFT = "something in the dataset ends its process: see the log; data.num_workers=0 tells where"
 _UNUSED = "freeze what gets no gradient, use it, or set model.find_unused_parameters=true (find_unused_parameters=True in DDP)"
@@ -56,7 +58,13 @@ class Running:
     @property
     def failed(self) -> bool:
         """It ended, and neither well nor on request."""
-        return self.status not in (None, ExitCode.DONE, ExitCode.STOPPED)
+        return self.left or self.status not in (None, ExitCode.DONE, ExitCode.STOPPED)
+
+    @property
+    def left(self) -> bool:
+        """It ended with 0 before all was done, which the kit's own ranks say."""
+        own = not self.rank.entrypoint.endswith(".py")
+        return own and self.status == ExitCode.DONE and self.vitals.beat.phase != Phase.DONE
 
     @property
     def lost_a_peer(self) -> bool:
@@ -73,6 +81,8 @@ def describe(culprit: Running, host: str, node_rank: int, memory: str | None = N
         memory: what the kernel has killed for memory on this node, in words.
     """
     rank, status, reason = culprit.rank.rank, culprit.status or 0, culprit.reason
+    if culprit.left:
+        return left_early(host, rank, node_rank)
     if status < 0:
         return _killed(culprit, host, node_rank, memory)
     if "fault" in reason:
@@ -102,6 +112,8 @@ def _killed(culprit: Running, host: str, node_rank: int, memory: str | None) -> 
         code, cause, fix = "E3", f"killed by the kernel: {memory}", _MORE_MEMORY
     if number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL):
         cause += last_words(Path(culprit.rank.log))
+        if "collective mismatch" in cause:  # gloo's words
+            return Fault("C5", host, cause, SAME_COLLECTIVES, ExitCode.RANK_FAILED, culprit.rank.rank, node_rank)
         fix = f"see the end of {culprit.rank.log}"
     return Fault(code, host, cause, fix, ExitCode.RANK_KILLED, culprit.rank.rank, node_rank)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trainer.errors import ExitCode, Fault
 from trainer.node.guard import Guard
-from trainer.node.inquest import Inquest
+from trainer.node.inquest import GONE, Inquest
 from trainer.node.logs import RunFolder, Tail, last_lines, say
 from trainer.node.memory import MemoryKills
 from trainer.node.ranks import Rank
@@ -23,7 +23,6 @@ from trainer.process import process_state
 
 _TICK_SECONDS = 0.2
 _SETTLE_SECONDS = 1.0  # after a first failure: ranks of this node may be failing too, and the one at fault may write last
-_PEER_SECONDS = 5.0  # a rank that lost its peer waits so long for the peer's own fault
 
 
 class Watch:
@@ -44,7 +43,7 @@ class Watch:
         Args:
             clear_line: rank 0 draws a progress bar on this console.
             stop_seconds: how long the ranks may take to save and stop.
-            hosts: the nodes' names by node rank.
+            hosts: the nodes' names by node rank; node 0's is enough on others.
             straggler_factor: of which ranks to warn.
         """
         self.roll, self.node, self.guard, self.signals = roll, roll.node, guard, signals
@@ -151,6 +150,7 @@ class Watch:
             if pid:
                 running.status, running.ended = os.waitstatus_to_exitcode(status), time.time()
                 running.reason = read_reason(Path(running.rank.error_file))
+                running.vitals.look(time.monotonic(), "Z")
 
     def _ended_by_stop(self, failed: list[Running]) -> bool:
         """A script of the user's that does not handle the signal we passed on dies of it: that is a stop, not a fault."""
@@ -169,22 +169,12 @@ class Watch:
         self.inquest.crashed()
         until = time.monotonic() + _SETTLE_SECONDS
         while time.monotonic() < until and any(running.status is None for running in self.ranks):
-            self.signals.wait(0.05)
-            self._reap()
+            self._pause()
         failed = [running for running in self.ranks if running.failed]
         failed.sort(key=lambda running: (running.lost_a_peer, running.reason.get("time", running.ended)))
         culprit = failed[0]
-        if culprit.lost_a_peer and (fault := self._missing_peer()):
+        if culprit.lost_a_peer and (fault := self._missing_peer() or self._missing_elsewhere()):
             return self._report(fault)
-        if culprit.lost_a_peer and self.node.nnodes > 1:
-            until = time.monotonic() + _PEER_SECONDS
-            while time.monotonic() < until:
-                if fault := self._fault_elsewhere(now=True):
-                    return fault
-                self.signals.wait(0.1)
-            with suppress(ConnectionError):
-                if left := self.roll.left_early():
-                    return self._report(left_early(left[1], left[2], left[0]))
         if culprit.rank.rank != 0 and (text := last_lines(Path(culprit.rank.log))):
             self.last_words.append(f"[{self.node.host}] end of {culprit.rank.log}:\n{text}")
         return self._report(describe(culprit, self.node.host, self.node.node_rank, self.memory.words()))
@@ -199,6 +189,16 @@ class Watch:
         gone = [running for running in self.ranks if running.status == ExitCode.DONE]
         return left_early(self.node.host, gone[0].rank.rank, self.node.node_rank) if gone else None
 
+    def _missing_elsewhere(self) -> Fault | None:
+        try:
+            return self.inquest.missing(self._pause)
+        except ConnectionError:
+            return self._lost_node_0()
+
+    def _pause(self) -> None:
+        self.signals.wait(0.05)
+        self._reap()
+
     def _stall(self) -> Fault | None:
         """A rank that holds the others up, or a node that is gone."""
         try:
@@ -206,9 +206,9 @@ class Watch:
         except ConnectionError:
             return self._lost_node_0()
 
-    def _fault_elsewhere(self, now: bool = False) -> Fault | None:
+    def _fault_elsewhere(self) -> Fault | None:
         """What another node reported, or that node 0 is gone. Asks about twice a second."""
-        if self.node.nnodes == 1 or (not now and time.monotonic() - self._asked < 0.5):
+        if self.node.nnodes == 1 or time.monotonic() - self._asked < 0.5:
             return None
         self._asked = time.monotonic()
         try:
@@ -239,5 +239,6 @@ class Watch:
         return None
 
     def _lost_node_0(self) -> Fault:
-        cause = f"lost node 0: its store at {self.node.address} does not answer any more"
-        return Fault("C3", self.node.host, cause, "look at node 0's log", ExitCode.NODE_LOST, node_rank=self.node.node_rank)
+        host = self.inquest.hosts[0]
+        cause = f"lost node 0 ({host}): its store at {self.node.address} does not answer any more"
+        return Fault("C3", host, cause, GONE, ExitCode.NODE_LOST, node_rank=0)
