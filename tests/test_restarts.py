@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import DIGITS
-from tests.jobs import TRAINER, command, equal, logs, losses, overrides, processes_of, saved
+from tests.conftest import DIGITS, wait_until
+from tests.jobs import TRAINER, command, equal, finish, logs, losses, overrides, processes_of, saved, start
 from trainer.errors import ExitCode, Fault
 from trainer.node.restarts import Restarts
 from trainer.node.stall import Sight, stragglers
@@ -110,9 +110,11 @@ def test_who_holds_the_others_up(busy: list[float | None], slow: list[int]) -> N
 def test_a_slow_rank_is_told_with_what_it_is_slow_in(folder: Path) -> None:
     settings = ["data.target=tests.targets:faulty_data", "training.max_steps=100000", "training.epochs=9000"]
     slow = "data.args={rank: 1, number: 20, what: 'data.seconds = 0.05', seconds: 0.001}"
-    stop = "checkpoint.every_steps=1000"
-    process = [*TRAINER, "run", *RUN, *settings, slow, stop, "resources.time_minutes=1", overrides(folder / "run")]
-    code, output = command(*process)
+    run = folder / "run"
+    node = start(*TRAINER, "run", *RUN, *settings, slow, "checkpoint.every_steps=1000", overrides(run))
+    assert wait_until(lambda: (run / "events.jsonl").exists() and events(run, "straggler"), 90), logs(run)
+    node.terminate()
+    code, output = finish(node)
     assert code == ExitCode.STOPPED, output
     assert "warning: rank 1 (" in output and "times the others', most of it data loading" in output, output
-    assert [event["rank"] for event in events(folder / "run", "straggler")] == [1]
+    assert [event["rank"] for event in events(run, "straggler")] == [1]
