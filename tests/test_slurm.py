@@ -276,6 +276,7 @@ def test_a_rank_that_hangs_ends_the_job_with_its_stack(shared: Path) -> None:
     assert len(lines) == 1 and lines.pop().startswith(f"FAULT C2 host=node{rank + 1} rank={rank}: sleeps in targets.py:"), lines
     told = command(*TRAINER, "explain", str(run))[1]
     assert "1 of 2 (rank 0):" in told and "1 of 2 (rank 1):" in told and "in forward" in told, told
+    assert "gloo:all_reduce" in told, "torch's own record of the last collectives"
     assert not processes_of(run)
 
 

@@ -6,6 +6,7 @@ a thread looks at the numbers.
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import struct
@@ -17,8 +18,10 @@ from enum import IntEnum
 from typing import Any
 
 PULSE = "TRAINER_PULSE_FD"  # a descriptor of shared memory; set by the node process
-SIZE = mmap.PAGESIZE
-_PLACE, _SEQUENCE = struct.Struct("<QQIIQ"), struct.Struct("<Q")
+SIZE = 16 * mmap.PAGESIZE
+_PLACE, _SEQUENCE, _LENGTH = struct.Struct("<QQIIQ"), struct.Struct("<Q"), struct.Struct("<I")
+_ASKED, _TEXT = 1024, 1028  # where the node process asks for the last collectives, and where they are told behind their length
+_LAST = 10  # collectives that are told
 FOLLOWER = "collectives"  # the name of the thread that looks at them
 _LOOK_SECONDS = 0.5
 
@@ -100,6 +103,11 @@ class Pulse:
     def _follow(self) -> None:
         while True:
             _SEQUENCE.pack_into(self._memory, _PLACE.size, _collectives())
+            if self._memory[_ASKED]:
+                self._memory[_ASKED] = 0
+                text = json.dumps(_flight_record()).encode()[: SIZE - _TEXT - _LENGTH.size]
+                self._memory[_TEXT + _LENGTH.size : _TEXT + _LENGTH.size + len(text)] = text
+                _LENGTH.pack_into(self._memory, _TEXT, len(text))
             threading.Event().wait(_LOOK_SECONDS)
 
 
@@ -107,6 +115,33 @@ def read(memory: mmap.mmap) -> Beat:
     """What a rank has last written."""
     step, done, place, phase, progress = _PLACE.unpack_from(memory, 0)
     return Beat(step, done, place, Phase(phase), progress, *_SEQUENCE.unpack_from(memory, _PLACE.size))
+
+
+def ask(memory: mmap.mmap) -> None:
+    """Have a rank tell its last collectives."""
+    _LENGTH.pack_into(memory, _TEXT, 0)
+    memory[_ASKED] = 1
+
+
+def answer(memory: mmap.mmap) -> list[dict[str, Any]] | None:
+    """What it told, oldest first: `name`, `sizes` of what is sent, `number`, `done`; None if it has not (yet)."""
+    (length,) = _LENGTH.unpack_from(memory, _TEXT)
+    try:
+        told: list[dict[str, Any]] = json.loads(memory[_TEXT + _LENGTH.size : _TEXT + _LENGTH.size + length])
+    except ValueError:
+        return None
+    return told
+
+
+def _flight_record() -> list[dict[str, Any]]:
+    """The last of torch's own record of collectives (TORCH_FR_BUFFER_SIZE switches it on)."""
+    torch: Any = sys.modules.get("torch._C._distributed_c10d")
+    try:
+        entries = json.loads(torch._dump_fr_trace_json())["entries"] or json.loads(torch._dump_nccl_trace_json())["entries"]
+        facts = {"name": "profiling_name", "sizes": "input_sizes", "number": "collective_seq_id", "done": "retired"}
+        return [{name: entry[key] for name, key in facts.items()} for entry in entries[-_LAST:]]
+    except (AttributeError, KeyError, ValueError, RuntimeError):  # this torch has none
+        return []
 
 
 def _collectives() -> int:

@@ -15,7 +15,7 @@ from trainer.launch.run import Run
 
 _SHOWN_FRAMES, _LOG_LINES = 12, 15
 _PROCESS = r"^process \d+(, state [RS](, in the kernel's \S+)?$)?"  # what may differ between ranks that are at the same
-_HEAD = ("rank", "host", "step", "phase", "collectives", "last progress", "process")
+_HEAD = ("rank", "host", "step", "phase", "last progress", "process", "last collective")
 
 
 def explain(run: Run) -> str:
@@ -57,7 +57,8 @@ def _table(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def _row(rank: Mapping[str, Any]) -> tuple[str, ...]:
     process = rank["state"] if rank["state"].startswith("exit") else f"pid {rank['pid']}, state {rank['state']}"
-    facts = (rank["rank"], rank["host"], rank["step"], rank["phase"], rank["sequence"], f"{rank['age']:.1f} s before", process)
+    collective = rank["finding"]["operation"] or f"{rank['sequence']} begun"
+    facts = (rank["rank"], rank["host"], rank["step"], rank["phase"], f"{rank['age']:.1f} s before", process, collective)
     return tuple(str(fact) for fact in facts)
 
 

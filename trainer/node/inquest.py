@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
@@ -27,6 +27,7 @@ _WAITING_SECONDS = 5.0  # with a rank that shows no progress for so long, a node
 _ASLEEP_SECONDS = 5.0  # with no tick for so long, this process was stopped itself
 GONE = "see whether that machine and its network are up, then start again to go on from the last checkpoint"
 _FINDING_SECONDS = 8.0  # how long node 0 waits for all nodes' findings
+_RECORD_SECONDS = 0.7  # for ranks to tell their last collectives
 _PEER_SECONDS = 5.0  # a rank that lost its peer waits so long for the peer's own fault
 _DOUBT_SECONDS = 8.0  # where ranks have lost a peer and nobody says why, a node that tells nothing for so long is gone
 
@@ -178,10 +179,15 @@ class Inquest:
         return self.roll.report(verdict(sights, held(sights)))
 
     def _examine(self, sights: Sequence[Sight]) -> list[Sight]:
-        stacks = {
-            running.rank.rank: collect(running.pid, running.vitals.stacks_fd) for running in self.ranks if not running.ended
-        }
-        examined = [replace(sight, finding=_finding(stacks.get(sight.rank, []))) for sight in sights]
+        alive = [running for running in self.ranks if not running.ended]
+        for running in alive:
+            running.vitals.ask()
+        stacks = {running.rank.rank: collect(running.pid, running.vitals.stacks_fd) for running in alive}
+        until = time.monotonic() + _RECORD_SECONDS
+        while any(running.vitals.collectives is None for running in alive) and time.monotonic() < until:
+            time.sleep(0.05)
+        records = {running.rank.rank: running.vitals.collectives or [] for running in alive}
+        examined = [replace(s, finding=_finding(stacks.get(s.rank, []), records.get(s.rank, []))) for s in sights]
         self._keep("hang", examined, stacks)
         self._examined = True
         return examined
@@ -196,13 +202,21 @@ class Inquest:
                 (folder / f"rank-{rank:04d}.{self.node.host}.txt").write_text(text, encoding="utf-8")
 
 
-def _finding(processes: Sequence[Stack]) -> Finding:
+def _finding(processes: Sequence[Stack], collectives: Sequence[Mapping[str, Any]]) -> Finding:
     if not processes:
         return Finding()
     own = processes[0]
     workers = [each for each in processes[1:] if each.threads or each.state in "TD"]
     told = (f"pid {each.pid} {_words(each)}" for each in workers if not each.idle or all(other.idle for other in workers))
-    return Finding(own.place, own.waits, own.collective, own.loads, tuple(told))
+    return Finding(own.place, own.waits, own.collective, own.loads, tuple(told), _operation(collectives))
+
+
+def _operation(collectives: Sequence[Mapping[str, Any]]) -> str:
+    if not collectives:
+        return ""
+    last = collectives[-1]
+    sizes = ", ".join("x".join(map(str, size)) for size in last["sizes"])
+    return f"{last['name']} {last['number']}{f' of {sizes}' if sizes else ''}, {'done' if last['done'] else 'not done'}"
 
 
 def _words(stack: Stack) -> str:

@@ -25,6 +25,7 @@ def environment(environ: MutableMapping[str, str], ranks: int, one_machine: bool
     raise_file_limit()
     environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
     environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost connection is told by the one line, not by pages of C++ frames
+    environ.setdefault("TORCH_FR_BUFFER_SIZE", "64")  # torch's record of the last collectives, for `trainer explain`
     environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start a thread here, and forked ranks would miss it
     if interface not in ("auto", "off"):
         environ.setdefault("GLOO_SOCKET_IFNAME", interface)

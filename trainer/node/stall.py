@@ -24,6 +24,7 @@ class Finding:
     collective: str | None = None  # that its main thread is in
     loads: bool = False  # it waits for its loader workers
     workers: tuple[str, ...] = ()  # what each of these is at
+    operation: str = ""  # the last collective that it has begun, as torch recorded it
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ import mmap
 import os
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 from trainer.process import memory_file
-from trainer.pulse import PULSE, SIZE, Beat, Phase, read
+from trainer.pulse import PULSE, SIZE, Beat, Phase, answer, ask, read
 
 STACKS = "TRAINER_STACKS_FD"  # where a rank and its loader workers write their stacks when asked to
 _STEP = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.BETWEEN)
@@ -54,6 +55,15 @@ class Vitals:
     def environ(self) -> dict[str, str]:
         """How the rank finds them."""
         return {PULSE: str(self.pulse_fd), STACKS: str(self.stacks_fd)}
+
+    def ask(self) -> None:
+        """Have the rank tell its last collectives."""
+        ask(self._memory)
+
+    @property
+    def collectives(self) -> list[dict[str, Any]] | None:
+        """What it told, oldest first; None if it has not yet, as where a thread keeps Python's lock."""
+        return answer(self._memory)
 
     def close(self) -> None:
         """Give the memory back."""
