@@ -18,7 +18,7 @@ LONG = ("training.max_steps=100000", "training.epochs=4000", "watch.stall_second
 @pytest.mark.parametrize(
     ("where", "what", "code", "words"),
     [
-        ("model", "os.kill(os.getpid(), signal.SIGSTOP)", "C2", "stopped by a signal (pid "),
+        ("model", "os.kill(os.getpid(), signal.SIGSTOP)", "C2", "stopped by a signal"),
         ("model", "time.sleep(1000)", "C2", "sleeps in targets.py:"),
         ("data", "time.sleep(1000)", "C2", "sleeps in targets.py:"),
         ("model", "torch.distributed.barrier()", "C5", "is in barrier (targets.py:"),

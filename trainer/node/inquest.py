@@ -206,7 +206,7 @@ def _finding(processes: Sequence[Stack], collectives: Sequence[Mapping[str, Any]
     if not processes:
         return Finding()
     own = processes[0]
-    workers = [each for each in processes[1:] if each.threads or each.state in "TD"]
+    workers = [each for each in processes[1:] if each.loader_worker]
     told = (f"pid {each.pid} {_words(each)}" for each in workers if not each.idle or all(other.idle for other in workers))
     return Finding(own.place, own.waits, own.collective, own.loads, tuple(told), _operation(collectives))
 

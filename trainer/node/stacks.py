@@ -1,15 +1,20 @@
 """Where the processes of a rank are stuck: the Python stacks of its threads and its loader workers', and what the kernel says.
 
 A rank has Python's own faulthandler answer a signal, from C, so that it answers while it waits in native code; workers that were
-forked from it inherit that. What does not (a fresh process, one that is stopped) is told by the kernel's words alone.
+forked from it inherit that. What does not (a fresh process, one that is stopped) is read by py-spy, if that is installed and may;
+else the kernel's words are all there is.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import re
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -77,6 +82,12 @@ class Stack:
         functions = [function for _, _, function in self.main]
         return "_worker_loop" in functions and functions[functions.index("_worker_loop") - 1] == "get"
 
+    @property
+    def loader_worker(self) -> bool:
+        """Whether it is one, as far as can be seen."""
+        files = [name for name, _, _ in self.main]
+        return any(name.endswith(_WORKER) for name in files) or (not files and self.state in "TD")
+
     def text(self) -> str:
         """For people."""
         lines = [f"process {self.pid}, state {self.state}" + (f", in the kernel's {self.kernel}" if self.kernel else "")]
@@ -86,6 +97,7 @@ class Stack:
         return "\n".join(lines)
 
 
+_WORKER = "torch/utils/data/_utils/worker.py"
 _COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/nn/functional.py")
 _WRAPPER = "torch/nn/parallel/distributed.py"
 
@@ -112,7 +124,19 @@ def _of(pid: int, fd: int) -> Stack:
     with suppress(OSError):
         kernel = Path(f"/proc/{pid}/wchan").read_text().strip("0")
     text = _ask(pid, fd) if state in "RSD" and _answers(pid) else ""
-    return Stack(pid, state, kernel, list(_threads(text)))
+    return Stack(pid, state, kernel, list(_threads(text)) or _spied(pid))
+
+
+def _spied(pid: int) -> list[list[Frame]]:
+    """The threads of a process, the main thread first, read from outside; none if it is not Python's, or that cannot be done."""
+    if not (spy := shutil.which("py-spy", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")):
+        return []
+    try:
+        done = subprocess.run([spy, "dump", "--nonblocking", "--json", "--pid", str(pid)], capture_output=True, timeout=2)
+        threads = sorted(json.loads(done.stdout), key=lambda thread: bool(thread["thread_name"] != "MainThread"))
+        return [[(frame["filename"], frame["line"], frame["name"]) for frame in thread["frames"]] for thread in threads]
+    except (OSError, subprocess.TimeoutExpired, ValueError, KeyError, TypeError):
+        return []
 
 
 def _answers(pid: int) -> bool:

@@ -136,7 +136,8 @@ def _words(culprit: Sight, others: Sequence[Sight], network: bool) -> tuple[str,
     """Code, cause and fix."""
     found, waiting = culprit.finding, ", the others wait for it" if others else ""
     if culprit.state == "T":
-        cause = f"stopped by a signal (pid {culprit.pid} is in state T){waiting}"
+        where = f" in {found.place}" if found.place else ""
+        cause = f"stopped by a signal{where} (pid {culprit.pid} is in state T){waiting}"
         return "C2", cause, f"do not stop single ranks; {_RETRY}"
     if culprit.state == "D":
         cause = f"in uninterruptible sleep (pid {culprit.pid} is in state D){waiting}"
