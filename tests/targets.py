@@ -85,3 +85,29 @@ class FaultyModel(nn.Module):
 
 def faulty_model(rank: int = -1, number: int = 0, what: str = "") -> FaultyModel:
     return FaultyModel(rank, number, what)
+
+
+class Leisurely(nn.Module):
+    """A linear model that takes its time: at its making and its first step on one rank, then in each step on one rank after the
+    other, and in evaluations. All in seconds."""
+
+    def __init__(self, rank: int, start: float, first: float, step: float, evaluation: float) -> None:
+        super().__init__()
+        self.rank, self.ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self.layer, self.counted, self.slow = nn.Linear(64, 10), 0, rank
+        self.first, self.step, self.evaluation = first, step, evaluation
+        if self.rank == rank:
+            time.sleep(start)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.counted += self.training
+        turn = self.slow if self.counted == 1 else self.counted % self.ranks
+        if not self.training:
+            time.sleep(self.evaluation)
+        elif self.rank == turn:
+            time.sleep(self.first if self.counted == 1 else self.step)
+        return self.layer(images.flatten(1))
+
+
+def leisurely(rank: int, start: float, first: float, step: float, evaluation: float) -> Leisurely:
+    return Leisurely(rank, start, first, step, evaluation)

@@ -113,6 +113,15 @@ def test_what_the_user_has_set_counts_for_steps_only(strict: Watched) -> None:
     assert strict.left == 6
 
 
+@pytest.mark.parametrize("phase", [Phase.SETUP, Phase.SAVE])
+def test_ranks_that_ask_each_other_whether_all_are_ready_do_not_get_on(phase: Phase, watched: Watched) -> None:
+    watched.at(phase)
+    for number in range(100):
+        watched.later(20)
+        watched.collectives(number)
+    assert watched.left == -200
+
+
 def test_a_resumed_run_has_a_first_step_too(strict: Watched) -> None:
     strict.pulse.step = 5000
     strict.at(Phase.DATA)

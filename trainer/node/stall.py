@@ -145,6 +145,9 @@ def _words(culprit: Sight, others: Sequence[Sight], network: bool) -> tuple[str,
     if network:
         cause = f"all ranks are in the same {found.collective}, and none gets on"
         return "C3", cause, "look at the network between the nodes (links, switches, firewalls), then start again"
+    if culprit.phase == Phase.SAVE:
+        cause = f"does not get on with a save{''.join(f': {words}' for words in found.workers)}{waiting}"
+        return "G9", cause, "see whether the storage of run_dir answers; raise watch.phase_seconds if a save may take so long"
     if found.loads or (culprit.phase == Phase.DATA and found.workers):
         cause = f"waits for its loader workers: {'; '.join(found.workers) or 'none is left'}{waiting}"
         return "E4", cause, _data_fix(found.workers)

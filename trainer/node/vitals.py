@@ -81,7 +81,8 @@ class Vitals:
         beat, before = read(self._memory), self.beat
         excused = excused or state == "t"  # by a debugger
         self._stopped = (self._stopped or now) if state == "T" and not excused else None
-        if excused or (beat.progress, beat.sequence) != (before.progress, before.sequence):
+        asking = beat.phase in (Phase.SETUP, Phase.SAVE)  # ranks ask each other whether all are ready: no progress
+        if excused or beat.progress != before.progress or (beat.sequence != before.sequence and not asking):
             if before.phase == beat.phase == Phase.EVALUATION and not excused:
                 self._slowest_evaluated = max(self._slowest_evaluated, now - self.since)
             self.since = now
