@@ -50,7 +50,7 @@ class Watch(Section):
     join_seconds: Seconds = 120
     """How long node 0 waits for the other nodes."""
     stall_seconds: Seconds | None = None
-    """How long a rank may make no progress in a step; null: learned, 20 times its slowest step so far and at least 60 s (own
+    """How long a rank may make no progress in a step; null: learned, 20 times its slowest step so far and at least 120 s (own
     scripts: 600 s)."""
     phase_seconds: Seconds = 1800
     """How long the start up to the end of the first step may take, a save, and the first batch of an evaluation."""

@@ -16,7 +16,8 @@ STACKS = "TRAINER_STACKS_FD"  # where a rank and its loader workers write their 
 _STEP = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.BETWEEN)
 _OWN = (Phase.DATA, Phase.FORWARD, Phase.OPTIMIZER)
 _LOOKS = 150  # half a minute
-_SLOWEST_TIMES, _LEAST_SECONDS = 20, 60.0  # what is learned: a step may take so many times the slowest before it, but so long
+_SLOWEST_TIMES, _LEAST_SECONDS = 20, 120.0  # what is learned: a step may take so many times the slowest before it, but so long
+_QUIET_SECONDS = 60.0  # for a rank that was stopped by a signal, or is on its way out
 _SCRIPT_SECONDS = 600.0  # for a script that says nothing and is seen by its collectives only: an evaluation may have none
 
 
@@ -120,14 +121,14 @@ class Vitals:
     def left(self, now: float) -> float:
         """Seconds that it may go on like this; below 0 it is overdue."""
         if self._stopped:
-            return (self.limits.stall_seconds or _LEAST_SECONDS) - (now - self._stopped)
+            return (self.limits.stall_seconds or _QUIET_SECONDS) - (now - self._stopped)
         return self._limit - self.age(now)
 
     @property
     def _limit(self) -> float:
         beat, set_by_user = self.beat, self.limits.stall_seconds
         if beat.phase in (Phase.TEARDOWN, Phase.DONE):
-            return set_by_user or _LEAST_SECONDS
+            return set_by_user or _QUIET_SECONDS
         if beat.phase in (Phase.START, Phase.SCRIPT):
             if beat.done or (beat.sequence and self.world_size > 1):  # a script of the user's
                 return set_by_user or _SCRIPT_SECONDS
