@@ -25,6 +25,7 @@ from trainer.config import Training
 from trainer.train.batches import GlobalOrder, Loading, TensorImages
 from trainer.train.checkpoint import Checkpointer
 from trainer.train.distributed import World
+from trainer.train.exchange import ExchangeOptions
 from trainer.train.loop import Loop, StepOptions
 from trainer.train.models import linear
 from trainer.train.optim import LearningRate, Schedule
@@ -64,11 +65,11 @@ class Bare:
 class Kit:
     """The kit's run, in blocks of as many steps."""
 
-    def __init__(self, world: World, steps: int, folder: Path) -> None:
+    def __init__(self, world: World, steps: int, folder: Path, engine: str = "ddp") -> None:
         model = linear(FEATURES, CLASSES)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
         rate = LearningRate(optimizer, Schedule(FAR, warmup_steps=100))
-        self.loop = Loop(model, nn.CrossEntropyLoss(), optimizer, rate, world, StepOptions())
+        self.loop = Loop(model, nn.CrossEntropyLoss(), optimizer, rate, world, StepOptions(), exchange=ExchangeOptions(engine))
         order, saver = GlobalOrder(SAMPLES, 1, 1, world.rank, world.world_size, seed=0), Checkpointer(folder, world)
         self.run = Run(
             world, order, FAR, self.loop, saver, dataset(), None, Cadence(Training().log_every_steps, 1, FAR), Loading()
@@ -89,15 +90,17 @@ def main() -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     with one_rank() as world, tempfile.TemporaryDirectory() as folder:
-        bare, kit = Bare(arguments.steps), Kit(world, arguments.steps, Path(folder))
-        with kit.run.reporting(Path(folder)), kit.stop:
-            bare(), kit()  # warm up
-            found, seconds = ratios(bare, {"kit": kit, "null": Bare(arguments.steps)}, arguments.rounds)
+        bare = Bare(arguments.steps)
+        kit, flat = (Kit(world, arguments.steps, Path(folder) / engine, engine) for engine in ("ddp", "flat"))
+        with kit.run.reporting(Path(folder) / "ddp"), flat.run.reporting(Path(folder) / "flat"), kit.stop:
+            bare(), kit(), flat()  # warm up
+            found, seconds = ratios(bare, {"kit": kit, "flat": flat, "null": Bare(arguments.steps)}, arguments.rounds)
     step_us = seconds / arguments.steps * 1e6
-    print(f"bare step {step_us:.0f} us CPU; kit / bare {found['kit']}; null test {found['null']}; {arguments.rounds} rounds")
+    told = f"kit / bare {found['kit']}; with ddp.engine=flat {found['flat']}; null test {found['null']}"
+    print(f"bare step {step_us:.0f} us CPU; {told}; {arguments.rounds} rounds")
     if arguments.json:
-        ratio, null = round(found["kit"].median, 4), round(found["null"].median, 4)
-        print(json.dumps({"ratio": ratio, "null": null, "bare_step_us": round(step_us, 1)}))
+        medians = {name: round(ratio.median, 4) for name, ratio in found.items()}
+        print(json.dumps({**medians, "bare_step_us": round(step_us, 1)}))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from trainer.errors import ExitCode, Fault, FaultError
 from trainer.train.agree import SameParameters
 from trainer.train.batches import GlobalOrder, Loading, batches
 from trainer.train.distributed import World
+from trainer.train.exchange import ExchangeOptions
 from trainer.train.loop import Loop, StepOptions
 
 BAD = [torch.nan, torch.inf, -torch.inf]
@@ -136,7 +137,7 @@ def test_parameters_that_get_no_gradient_are_named_in_the_first_step(way: str) -
     def check(world: World) -> Fault | None:
         model = Idle()
         model.auxiliary.requires_grad_(way != "frozen")
-        loop = make_loop(world, model=model, find_unused_parameters=way == "find_unused_parameters")
+        loop = make_loop(world, model=model, exchange=ExchangeOptions(find_unused_parameters=way == "find_unused_parameters"))
         try:
             run_steps(loop, 3)
         except FaultError as error:

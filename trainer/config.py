@@ -9,19 +9,10 @@ import os
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, model_validator
 
-from trainer.placement import (
-    Container,
-    Fraction,
-    Kubernetes,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Resources,
-    Section,
-    Slurm,
-)
+from trainer.learning import Ddp, Schedule, Training
+from trainer.placement import Container, Kubernetes, NonNegativeInt, PositiveInt, Resources, Section, Slurm
 from trainer.supervision import Checkpoint, RollCall, Watch
 
 TRAIN = "trainer.train"  # the entrypoint that is the kit's own training loop
@@ -114,50 +105,6 @@ class Optimizer(Target):
     """Multiply the learning rate by batch_size / this (linear scaling, arXiv:1706.02677)."""
 
 
-class Schedule(Section):
-    """The learning rate over the run, by optimizer steps."""
-
-    warmup_steps: NonNegativeInt = 0
-    """Steps in which the rate rises linearly to its full value."""
-    decay: Literal["cosine", "linear", "constant"] = "cosine"
-    """How it falls from there to the end of the run."""
-    final_fraction: Fraction = 0.0
-    """The rate at the end, as a fraction of the full one."""
-
-
-class Training(Section):
-    """The loop."""
-
-    epochs: PositiveInt = 1
-    """Passes over the training data."""
-    max_steps: PositiveInt | None = None
-    """End after this many optimizer steps, even in mid-epoch; the schedule ends there too."""
-    batch_size: PositiveInt = 64
-    """Samples of one optimizer step over all ranks: global, and never rewritten."""
-    micro_batch_size: PositiveInt | None = None
-    """Samples of one rank in one forward; null: batch_size / ranks. Accumulation steps follow from it."""
-    device: Literal["auto", "cpu"] = "auto"
-    """auto: the GPUs that resources.gpus_per_node asks for; cpu: the CPU even so."""
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Type of the forward pass (autocast); fp16 brings a gradient scaler."""
-    grad_clip_norm: PositiveFloat | None = None
-    """Clip the gradient's global norm."""
-    compile: bool = False
-    """torch.compile the model."""
-    ema_decay: Fraction | None = None
-    """Evaluate, and also save, an exponential moving average of the weights."""
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Seed of weights, order and augmentation."""
-    log_every_steps: PositiveInt = 50
-    """Write metrics every so many optimizer steps."""
-    evaluate_every_epochs: PositiveInt = 1
-    """Evaluate after every so many epochs, and at the end."""
-    non_finite: Literal["stop", "skip"] = "stop"
-    """What a step does whose loss or gradients are not finite: end the run, or be left out on all ranks (10 in a row end it)."""
-    tensorboard: bool = False
-    """Write TensorBoard events beside metrics.jsonl."""
-
-
 class Config(Section):
     """One run."""
 
@@ -183,6 +130,7 @@ class Config(Section):
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     training: Training = Training()
+    ddp: Ddp = Ddp()
     checkpoint: Checkpoint = Checkpoint()
     rollcall: RollCall = RollCall()
     watch: Watch = Watch()

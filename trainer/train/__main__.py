@@ -30,6 +30,7 @@ from trainer.train.batches import GlobalOrder, Loading, mix
 from trainer.train.checkpoint import Checkpointer
 from trainer.train.data import split
 from trainer.train.distributed import World, joined
+from trainer.train.exchange import ExchangeOptions
 from trainer.train.loop import Loop, StepOptions
 from trainer.train.optim import LearningRate, MovingAverage, Schedule
 from trainer.train.random_state import seed_all, set_random_state
@@ -146,9 +147,15 @@ def _loop(config: Config, world: World, order: GlobalOrder, total: int) -> Loop:
     skip, how = options.non_finite == "skip", (options.precision, options.grad_clip_norm, config.model.channels_last)
     step = StepOptions(order.accumulation, *how, skip)
     average = MovingAverage(model, options.ema_decay) if options.ema_decay is not None else None
-    loop = Loop(model, loss, optimizer, rate, world, step, average, config.model.find_unused_parameters)
+    loop = Loop(model, loss, optimizer, rate, world, step, average, _exchange(config))
     seed_all(mix(options.seed, world.rank) % 2**32)  # from here on, dropout and the like differ between ranks
     return loop
+
+
+def _exchange(config: Config) -> ExchangeOptions:
+    assert config.model is not None
+    ddp, find = config.ddp, config.model.find_unused_parameters
+    return ExchangeOptions(ddp.engine, ddp.compress, ddp.bucket_mb, ddp.static_graph, find)
 
 
 def _model(config: Config, world: World) -> nn.Module:

@@ -19,6 +19,7 @@ _MOST_IN_A_ROW = 10  # steps that are left out; then the weights are what is wro
 _MOST_OVERFLOWS = 50  # of half precision: a scale that starts at 2^16 has come down to nothing by then
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 _EXACT = 1 << 52  # integers below it survive as float64
+_WIDE = {torch.float16: torch.float32}  # sums of it would soon be too large
 _SHOWN_SAMPLES = 8
 _SHOWN_NAMES = 3
 
@@ -47,17 +48,18 @@ class Finite:
             return None
         return torch.full_like(loss, math.nan)
 
-    def allows(self, step: int, parameters: Sequence[nn.Parameter], losses: Sequence[torch.Tensor]) -> bool:
-        """Whether the weights may be changed by the gradients that are there. The same on all ranks.
+    def allows(self, step: int, gradients: list[torch.Tensor], losses: Sequence[torch.Tensor]) -> bool:
+        """Whether the weights may be changed by these gradients. The same on all ranks.
 
         Args:
             step: optimizer steps done.
+            gradients: as they are after the exchange.
             losses: this rank's, in this step.
 
         Raises:
             FaultError: they may not, and the run is to end: the same on all ranks.
         """
-        if _finite([parameter.grad for parameter in parameters if parameter.grad is not None]):
+        if _finite(gradients):
             self._row = 0
             return True
         rank, host, cause = self._culprit(step, losses)
@@ -94,13 +96,12 @@ class Finite:
         return FaultError(Fault("C6", host, f"{cause}{many}; the weights are as before it", fix, ExitCode.RANK_FAILED, rank))
 
 
-def _finite(gradients: list[torch.Tensor]) -> bool:
-    if not gradients:
-        return True
-    norms = torch._foreach_norm(gradients)
-    if gradients[0].device.type == "cpu":
-        return math.isfinite(sum(norm.item() for norm in norms))
-    return math.isfinite(torch.stack([norm.to(norms[0].device) for norm in norms]).sum().item())
+def _finite(gradients: Sequence[torch.Tensor]) -> bool:
+    """By their sums: one number that is not finite makes a sum so."""
+    sums = [gradient.sum(dtype=_WIDE.get(gradient.dtype)) for gradient in gradients]
+    if not sums or sums[0].device.type == "cpu":
+        return all(math.isfinite(value.item()) for value in sums)
+    return math.isfinite(torch.stack([value.to(sums[0].device) for value in sums]).sum().item())
 
 
 def _first(told: Sequence[tuple[bool, str, list[int]]]) -> tuple[int, str, str]:

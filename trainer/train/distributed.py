@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from trainer.errors import ConfigError
 from trainer.names import without_dns
@@ -150,16 +148,3 @@ def _devices(gpus_per_node: int, local_rank: int, local_world_size: int) -> tupl
     devices = tuple(torch.device("cuda", index) for index in device_indices(local_rank, local_world_size, visible))
     torch.cuda.set_device(devices[0])
     return devices
-
-
-def wrap(model: nn.Module, world: World, find_unused_parameters: bool) -> nn.Module:
-    """The model with the exchange of gradients, if there is anything to exchange."""
-    if not world.grouped or not any(p.requires_grad for p in model.parameters()):
-        return model
-    single = len(world.devices) == 1 and world.device.type == "cuda"
-    return DistributedDataParallel(
-        model,
-        device_ids=[world.device] if single else None,  # a model on several devices places its inputs itself
-        find_unused_parameters=find_unused_parameters,
-        gradient_as_bucket_view=True,
-    )

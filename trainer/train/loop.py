@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 from trainer.errors import ConfigError
 from trainer.pulse import Phase, Pulse
 from trainer.train.agree import Finite, all_used
 from trainer.train.batches import Loading, batches
-from trainer.train.distributed import World, wrap
+from trainer.train.distributed import World
+from trainer.train.exchange import ExchangeOptions
+from trainer.train.exchange import exchange as make_exchange
 from trainer.train.optim import LearningRate, MovingAverage, clip, load_optimizer
 from trainer.train.window import Window
 
@@ -57,12 +58,13 @@ class Loop:
         world: World,
         options: StepOptions,
         average: MovingAverage | None = None,
-        find_unused_parameters: bool = False,
+        exchange: ExchangeOptions | None = None,
     ) -> None:
         self.bare, self.loss, self.optimizer, self.rate = model, loss, optimizer, rate
         self.world, self.options, self.average = world, options, average
-        self.model = wrap(model, world, find_unused_parameters)
-        self._parameters_seen, self._find_unused = False, find_unused_parameters  # whether all have got a gradient
+        self.exchange = make_exchange(model, world, exchange or ExchangeOptions())
+        self.model = self.exchange.model
+        self._all_used = not world.grouped or self.exchange.finds_unused  # whether all parameters have got a gradient
         self.step = 0  # optimizer steps done; global sample position = step * batch_size
         self.updates = 0  # steps that changed the weights: fp16 skips one when gradients overflow, and the schedule waits
         kind = PRECISIONS[options.precision]
@@ -89,11 +91,12 @@ class Loop:
             self.pulse.enter(Phase.DATA)
             batch = next(micro_batches)
             self.pulse.enter(Phase.FORWARD)
-            with self._no_exchange if micro < last else nullcontext():
+            with self.exchange.accumulating if micro < last else nullcontext():
                 loss, outputs, targets = self._forward(self.model, batch)
                 self.pulse.enter(Phase.BACKWARD)
                 self._backward(loss if not last else loss / (last + 1))
             taken.append((loss.detach(), outputs.detach(), targets))
+        self.exchange.finish()
         self.pulse.enter(Phase.OPTIMIZER)
         if self._update_weights([loss for loss, _, _ in taken]):
             for each in taken:
@@ -115,10 +118,6 @@ class Loop:
             targets = targets.to(outputs.device, non_blocking=True)
             return self.loss(outputs, targets), outputs, targets
 
-    @property
-    def _no_exchange(self) -> AbstractContextManager[None]:
-        return self.model.no_sync() if isinstance(self.model, DistributedDataParallel) else nullcontext()
-
     def _backward(self, loss: torch.Tensor) -> None:
         seed = None if self._scaler else self.finite.seed(loss)
         (self._scaler.scale(loss) if self._scaler else loss).backward(seed)  # type: ignore[no-untyped-call]
@@ -130,10 +129,9 @@ class Loop:
             losses: this rank's in this step.
         """
         self.before_update()
-        if not self._parameters_seen and self.world.grouped and not self._find_unused:
-            self._parameters_seen = all_used(self.bare, self.world)
-        if self._scaler is None and not self.finite.allows(self.step, self._parameters, losses):
-            self._forget_gradients()
+        self._all_used = self._all_used or all_used(self.bare, self.world)
+        if self._scaler is None and not self.finite.allows(self.step, self.exchange.gradients, losses):
+            self.exchange.forget()
             return False
         norm = self.options.grad_clip_norm
         if self._scaler is None:
@@ -150,16 +148,12 @@ class Loop:
             self._scaler.update()
             applied = self._scaler.get_scale() >= before  # a smaller scale is the sign of a skipped step
             self.finite.scaled(applied, self.step, losses)
-        self._forget_gradients()
+        self.exchange.forget()
         if applied:
             self.updates += 1
             if self.average is not None:
                 self.average.update(self.bare)
         return True
-
-    def _forget_gradients(self) -> None:
-        for parameter in self._parameters:  # optimizer.zero_grad() does this too, and takes ten times as long
-            parameter.grad = None
 
     def training_values(self) -> dict[str, float]:
         """Loss and accuracy over the steps since the last call, over all ranks, and the rate. Every rank must call it."""
