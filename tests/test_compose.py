@@ -156,7 +156,7 @@ def test_a_rank_that_hangs_ends_both_containers(project: Project) -> None:
     assert wait_until(project.ended, 90), project("logs")
     assert project.states() == {"node0": ("exited", 163), "node1": ("exited", 163)}, project("logs")
     told = project("logs", "--no-log-prefix")
-    assert told.count("FAULT C2 host=node1 rank=1: sleeps in hanging.py:14 in forward, the others wait for it") == 2, told
+    assert told.count("FAULT C2 host=node1 rank=1: sleeps in hanging.py:13 in forward, the others wait for it") == 2, told
 
 
 def test_a_container_started_alone_gives_up(project: Project) -> None:

@@ -40,7 +40,7 @@ def test_a_loader_worker_that_waits_for_a_lock_taken_before_the_fork(job: Start)
     assert "waits for its loader workers: pid " in line and ", the others wait for it (step " in line
     assert "a thread held the lock when the workers were forked" in line.partition("; fix: ")[2]
     text = running.explained("hang")
-    assert f"1 of 4 (rank {rank}):" in text and "in _went_wrong" in text, text
+    assert f"1 of 4 (rank {rank}):" in text and "in _go_wrong" in text, text
 
 
 def test_a_loader_worker_is_stopped(job: Start) -> None:

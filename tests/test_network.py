@@ -458,7 +458,7 @@ TERM = "os.kill(os.getpid(), signal.SIGTERM)"
             "node_rank=1: SIGTERM before the ranks were started",
         ),
         (
-            f"fork = node.ranks.fork\nnode.ranks.fork = lambda *a: (fork(*a), {TERM})[0]",
+            f"import trainer.node.ranks as ranks\nfork = ranks.fork\nranks.fork = lambda *a: (fork(*a), {TERM})[0]",
             "rank=1: died of SIGTERM, for which it had no handler (yet)",
         ),
     ],

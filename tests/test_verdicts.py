@@ -165,6 +165,16 @@ def test_what_a_rank_is_at(state: str, finding: Finding, code: str, words: str, 
     assert words in fault.cause and fix in fault.fix and "(step 42, data loading, no progress for 30 s)" in fault.cause
 
 
+@given(worlds())
+def test_in_a_save_that_does_not_end_the_writer_that_has_work_is_at_fault(world: tuple[list[Sight], int]) -> None:
+    sights, culprit = world  # the ranks ask each other whether all is written, some once more than others
+    sights = [replace(each, phase=Phase.SAVE, sequence=100 + each.rank % 2) for each in sights]
+    sights[culprit] = replace(sights[culprit], finding=replace(sights[culprit].finding, writer="pid 9 is in state D"))
+    fault = named(sights)
+    assert (fault.code, fault.rank) == ("G9", culprit)
+    assert "does not get on with a save: pid 9 is in state D, the others wait for it" in fault.cause
+
+
 def failed(folder: Path, status: int, log: str = "", **reason: object) -> Running:
     """A rank that has ended."""
     (folder / "rank.log").write_text(log)

@@ -55,6 +55,9 @@ class Phase(IntEnum):
         return names.get(self, self.name.lower())
 
 
+ASKING = (Phase.SETUP, Phase.SAVE)  # ranks ask each other all the time whether all are ready: that is no progress
+
+
 @dataclass(frozen=True)
 class Beat:
     """What was read of a rank."""

@@ -208,7 +208,8 @@ def _finding(processes: Sequence[Stack], collectives: Sequence[Mapping[str, Any]
     own = processes[0]
     workers = [each for each in processes[1:] if each.loader_worker]
     told = (f"pid {each.pid} {_words(each)}" for each in workers if not each.idle or all(other.idle for other in workers))
-    return Finding(own.place, own.waits, own.collective, own.loads, tuple(told), _operation(collectives))
+    writer = "".join(f"pid {each.pid} {_words(each)}" for each in processes if each.writes and not each.idle)
+    return Finding(own.place, own.waits, own.collective, own.loads, tuple(told), writer, _operation(collectives))
 
 
 def _operation(collectives: Sequence[Mapping[str, Any]]) -> str:

@@ -40,6 +40,7 @@ class Stack:
     state: str  # the kernel's letter
     kernel: str  # the function of the kernel's that it waits in, or ""
     threads: list[list[Frame]] = field(default_factory=list)
+    writes: bool = False  # it is the process that writes its rank's checkpoints
 
     @property
     def main(self) -> list[Frame]:
@@ -78,7 +79,9 @@ class Stack:
 
     @property
     def idle(self) -> bool:
-        """Whether it is a loader worker that has nothing to do."""
+        """Whether it is a loader worker or a writer that has nothing to do."""
+        if self.writes:
+            return self.state not in "TD" and any(call in self.kernel for call in ("poll", "select"))
         functions = [function for _, _, function in self.main]
         return "_worker_loop" in functions and functions[functions.index("_worker_loop") - 1] == "get"
 
@@ -86,7 +89,7 @@ class Stack:
     def loader_worker(self) -> bool:
         """Whether it is one, as far as can be seen."""
         files = [name for name, _, _ in self.main]
-        return any(name.endswith(_WORKER) for name in files) or (not files and self.state in "TD")
+        return any(name.endswith(_WORKER) for name in files) or (not files and self.state in "TD" and not self.writes)
 
     def text(self) -> str:
         """For people."""
@@ -97,6 +100,7 @@ class Stack:
         return "\n".join(lines)
 
 
+_WRITER = b"trainer.train.writer"
 _WORKER = "torch/utils/data/_utils/worker.py"
 _COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/nn/functional.py")
 _WRAPPER = "torch/nn/parallel/distributed.py"
@@ -121,10 +125,11 @@ def collect(rank: int, stacks_fd: int) -> list[Stack]:
 
 def _of(pid: int, fd: int) -> Stack:
     state, kernel = process_state(pid) or "gone", ""
+    command = b""
     with suppress(OSError):
-        kernel = Path(f"/proc/{pid}/wchan").read_text().strip("0")
+        kernel, command = Path(f"/proc/{pid}/wchan").read_text().strip("0"), Path(f"/proc/{pid}/cmdline").read_bytes()
     text = _ask(pid, fd) if state in "RSD" and _answers(pid) else ""
-    return Stack(pid, state, kernel, list(_threads(text)) or _spied(pid))
+    return Stack(pid, state, kernel, list(_threads(text)) or _spied(pid), _WRITER in command)
 
 
 def _spied(pid: int) -> list[list[Frame]]:

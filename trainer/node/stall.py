@@ -9,7 +9,7 @@ from statistics import median
 
 from trainer.errors import ExitCode, Fault
 from trainer.node.verdict import SAME_COLLECTIVES, left_early
-from trainer.pulse import Phase
+from trainer.pulse import ASKING, Phase
 
 _LEAST_BUSY, _WORTH_A_WORD = 0.02, 0.2  # shares of a step
 _RETRY = "start again to go on from the last checkpoint"
@@ -24,6 +24,7 @@ class Finding:
     collective: str | None = None  # that its main thread is in
     loads: bool = False  # it waits for its loader workers
     workers: tuple[str, ...] = ()  # what each of these is at
+    writer: str = ""  # what the process that writes its checkpoints is at, if that has work
     operation: str = ""  # the last collective that it has begun, as torch recorded it
 
 
@@ -48,8 +49,8 @@ class Sight:
 
     @property
     def position(self) -> tuple[int, int, int]:
-        """How far it has come."""
-        return self.step, self.place, self.sequence
+        """How far it has come. The collectives by which ranks ask each other whether all are ready do not count."""
+        return self.step, self.place, 0 if self.phase in ASKING else self.sequence
 
     @property
     def alive(self) -> bool:
@@ -114,9 +115,10 @@ def verdict(sights: Sequence[Sight], held: Sequence[Sight]) -> Fault:
     stopped = [sight for sight in sights if sight.state == "T"]
     busy = [sight for sight in held if not sight.finding.collective]
     odd = _in_another_collective(held)
-    culprit = (stopped or busy or odd or held)[0]
+    writing = [sight for sight in held if sight.phase == Phase.SAVE and sight.finding.writer]
+    culprit = (stopped or writing or busy or odd or held)[0]
     others = [sight for sight in sights if sight.alive and sight.rank != culprit.rank]
-    network = not stopped and not busy and not odd and len(held) == len(others) + 1 > 1
+    network = not (stopped or writing or busy or odd) and len(held) == len(others) + 1 > 1
     code, cause, fix = _words(culprit, others, network)
     where = f"step {culprit.step + 1}, {culprit.phase.words}"
     if culprit.phase == Phase.START:
@@ -142,11 +144,11 @@ def _words(culprit: Sight, others: Sequence[Sight], network: bool) -> tuple[str,
     if culprit.state == "D":
         cause = f"in uninterruptible sleep (pid {culprit.pid} is in state D){waiting}"
         return "C2", cause, "a disk, a network file system or a device does not answer: see the kernel's log on that machine"
-    if network:
+    if network and culprit.phase != Phase.SAVE:
         cause = f"all ranks are in the same {found.collective}, and none gets on"
         return "C3", cause, "look at the network between the nodes (links, switches, firewalls), then start again"
     if culprit.phase == Phase.SAVE:
-        cause = f"does not get on with a save{''.join(f': {words}' for words in found.workers)}{waiting}"
+        cause = f"does not get on with a save{f': {found.writer}' if found.writer else ''}{waiting}"
         return "G9", cause, "see whether the storage of run_dir answers; raise watch.phase_seconds if a save may take so long"
     if found.loads or (culprit.phase == Phase.DATA and found.workers):
         cause = f"waits for its loader workers: {'; '.join(found.workers) or 'none is left'}{waiting}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.process import memory_file
-from trainer.pulse import PULSE, SIZE, Beat, Phase, answer, ask, read
+from trainer.pulse import ASKING, PULSE, SIZE, Beat, Phase, answer, ask, read
 
 STACKS = "TRAINER_STACKS_FD"  # where a rank and its loader workers write their stacks when asked to
 _STEP = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.BETWEEN)
@@ -82,8 +82,7 @@ class Vitals:
         beat, before = read(self._memory), self.beat
         excused = excused or state == "t"  # by a debugger
         self._stopped = (self._stopped or now) if state == "T" and not excused else None
-        asking = beat.phase in (Phase.SETUP, Phase.SAVE)  # ranks ask each other whether all are ready: no progress
-        if excused or beat.progress != before.progress or (beat.sequence != before.sequence and not asking):
+        if excused or beat.progress != before.progress or (beat.sequence != before.sequence and beat.phase not in ASKING):
             if before.phase == beat.phase == Phase.EVALUATION and not excused:
                 self._slowest_evaluated = max(self._slowest_evaluated, now - self.since)
             self.since = now

@@ -9,7 +9,6 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import IO, Any
 import torch
 
 import trainer
-from trainer.process import signal_name
+from trainer.process import memory_file, signal_name
 from trainer.train.stop import SIGNALS
 
 # This kit's own `trainer`, also where the user has a trainer.py in the folder of the run.
@@ -35,7 +34,7 @@ class Arena:
     """A buffer that is kept from save to save; on a rank with a GPU its pages are locked, so that copies are fast."""
 
     def __init__(self, pinned: bool = False) -> None:
-        self.fd = _memory_file()
+        self.fd = memory_file("checkpoint")
         self.pinned = pinned
         self.memory = torch.empty(0, dtype=torch.uint8)
 
@@ -120,13 +119,6 @@ class Writer:
     def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
         assert pipe is not None
         return pipe
-
-
-def _memory_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("checkpoint")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
 
 
 def _cuda() -> Any:
