@@ -52,7 +52,7 @@ def run(node: Identity, number: int, work: Work, guard: Guard, watch: Watch) -> 
             if keep and rank.rank == 0:
                 rank.environ[TERMINAL] = str(keep[0])
             vitals = Vitals(work.limits, node.world_size, time.monotonic())
-            rank.environ.update(vitals.environ)
+            rank.environ.update({**vitals.environ, ranks.SOCKETS: guard.sockets})
             pid = ranks.spawn(rank, (*keep, *vitals.fds)) if reason else ranks.fork(rank, guard.forget)
             watch.add(rank, pid, vitals)
         return watch.run()

@@ -1,9 +1,12 @@
-"""A small process that outlives a killed node process just long enough to end its ranks and all that they started."""
+"""A small process that outlives a killed node process just long enough to end its ranks and all that they started, and to remove
+what they leave."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import tempfile
 from contextlib import suppress
 
 from trainer.node.signals import STOP_SIGNALS
@@ -16,12 +19,15 @@ class Guard:
     Make it before any thread exists. Every child forked later must call `forget`, or the guard would wait for it too.
     """
 
+    sockets: str  # a folder for those by which loader workers hand over batches: who is killed leaves them behind; or ""
+
     def __init__(self) -> None:
+        self.sockets = _folder()
         reader, self._writer = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
             os.close(self._writer)
-            _stand_by(reader)
+            _stand_by(reader, self.sockets)
         os.close(reader)
 
     def add(self, group: int) -> None:
@@ -47,7 +53,14 @@ class Guard:
             os.waitpid(self.pid, 0)
 
 
-def _stand_by(reader: int) -> None:
+def _folder() -> str:
+    try:
+        return tempfile.mkdtemp(prefix="trainer-")
+    except OSError:  # no place to write, and perhaps no need for one
+        return ""
+
+
+def _stand_by(reader: int, sockets: str) -> None:
     os.setsid()  # signals to the node's process group, such as Ctrl-C, do not reach it
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -63,4 +76,6 @@ def _stand_by(reader: int) -> None:
     for group in groups:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
+    if sockets:
+        shutil.rmtree(sockets, ignore_errors=True)
     os._exit(0)

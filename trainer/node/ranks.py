@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import multiprocessing
 import os
 import runpy
 import signal
@@ -22,6 +23,8 @@ from trainer.node.signals import STOP_SIGNALS
 from trainer.node.stacks import answer_when_asked
 from trainer.process import die_with_parent
 from trainer.pulse import Pulse
+
+SOCKETS = "TRAINER_SOCKETS"  # the folder for those of the loader workers, see `Guard`
 
 
 @dataclass(frozen=True)
@@ -143,6 +146,8 @@ def _run(rank: Rank, parent: int) -> None:
     os.environ.update(rank.environ)
     _redirect(rank.log)
     Path(rank.error_file).unlink(missing_ok=True)
+    if sockets := os.environ.get(SOCKETS):  # else multiprocessing makes one for each process, and each that is killed leaves it
+        multiprocessing.current_process()._config["tempdir"] = sockets  # type: ignore[attr-defined]
     answer_when_asked()
     Pulse.of().follow_collectives()
     try:
