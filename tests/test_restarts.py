@@ -44,6 +44,7 @@ def test_a_killed_rank_comes_back_and_nothing_differs(folder: Path) -> None:
     assert losses(run) == losses(undisturbed) and equal(saved(run), saved(undisturbed))
     told = events(run, "restart")
     assert {event["node_rank"] for event in told} == {0, 1} and len({event["fault"] for event in told}) == 1
+    assert {event["exit_code"] for event in told} == {ExitCode.RANK_KILLED}
     again = [event for event in events(run, "node_start") if event["attempt"] == 1]
     assert len(again) == 2, "both nodes began the second attempt"
     assert not processes_of(run)

@@ -224,7 +224,7 @@ class _Node:
         code, fault = attempt.run(node, roll.attempt, work, self.guard, watcher)
         again = fault is not None and self.restarts.wanted(fault, config.entrypoint == TRAIN, self.folder.newest_checkpoint())
         if fault and again:
-            self.record.restart(node.node_rank, node.host, self.restarts.done, fault.line())
+            self.record.restart(node.node_rank, node.host, self.restarts.done, fault)
         else:
             self.record.end(node.node_rank, node.host, code, fault.line() if fault else None)
         if fault:

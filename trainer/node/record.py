@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from trainer.errors import ExitCode, KitError, error_from
+from trainer.errors import ExitCode, Fault, KitError, error_from
 from trainer.node.logs import RunFolder
 
 EXIT_CODES = "TRAINER_EXIT_CODES"  # folder where a batch script looks, as srun tells only by which signal it ended the tasks
@@ -50,9 +50,10 @@ class Record:
             facts = {"attempt": self.attempt, "node_rank": node_rank, "host": host, "start": self.start}
             self.folder.event("node_end", **facts, exit_code=int(code), fault=fault)
 
-    def restart(self, node_rank: int, host: str, number: int, fault: str) -> None:
+    def restart(self, node_rank: int, host: str, number: int, fault: Fault) -> None:
         """This node's ranks are started again, the reason in one line."""
-        self.folder.event("restart", attempt=self.attempt, node_rank=node_rank, host=host, number=number, fault=fault)
+        facts = {"attempt": self.attempt, "node_rank": node_rank, "host": host, "number": number}
+        self.folder.event("restart", **facts, exit_code=int(fault.exit_code), fault=fault.line())
 
     def other_end(self) -> KitError | None:
         """Why another node of this start has ended, so that this one need not wait for it.
