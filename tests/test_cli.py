@@ -12,6 +12,10 @@ def test_check_says_what_the_run_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "ok: digits on local: 4 nodes x 2 ranks, CPU on each node\n"
 
 
+def test_a_setting_may_be_long(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(DIGITS), "slurm.options.comment=/a/" + "b" * 5000]) == 0, capsys.readouterr()
+
+
 def test_slurm_without_slurm_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("PATH", str(folder))
     monkeypatch.chdir(folder)

@@ -231,7 +231,7 @@ def _submission(arguments: argparse.Namespace) -> plans.Submission:
 def _load(arguments: argparse.Namespace, *overrides: str) -> Config:
     config = settings.load_config(*arguments.config, *overrides)
     settings.check(config)
-    for path in map(Path, arguments.config):
+    for path in (Path(each) for each in arguments.config if not settings.is_override(each)):
         if (path.parent / "job.json").is_file() and config.run_dir and Path(config.run_dir).resolve() != path.parent.resolve():
             raise ConfigError(
                 f"run_dir={config.run_dir}: {path} lies in another run's folder now; give run_dir={path.parent} to go on there"

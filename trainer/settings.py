@@ -32,8 +32,8 @@ def load_config(*arguments: str | Path) -> Config:
     Raises:
         ConfigError: a line for each problem: dotted setting, value, remedy.
     """
-    files = [a for a in arguments if not _is_override(a)]
-    overrides = [str(a) for a in arguments if _is_override(a)]
+    files = [a for a in arguments if not is_override(a)]
+    overrides = [str(a) for a in arguments if is_override(a)]
     if not files:
         raise ConfigError("no config file given; name one, such as configs/digits.yaml")
     merged: dict[str, Any] = {}
@@ -118,7 +118,8 @@ def refuse_stopped(config: Config, there: bool) -> None:
         raise ConfigError(f"{config.stop_file}: the run is stopped while this file is there; remove it to go on")
 
 
-def _is_override(argument: str | Path) -> bool:
+def is_override(argument: str | Path) -> bool:
+    """Whether it is a `section.key=value`, not a file."""
     return isinstance(argument, str) and bool(_OVERRIDE.match(argument)) and not os.path.isfile(argument)  # noqa: PTH113 (any length)
 
 
