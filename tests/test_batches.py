@@ -1,3 +1,5 @@
+import multiprocessing
+import os
 import random
 import resource
 import threading
@@ -10,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
+from tests.conftest import wait_until
 from tests.forked import on_ranks
 from trainer.errors import ConfigError
 from trainer.train.batches import GlobalOrder, Loading, batches, mix
@@ -155,6 +158,21 @@ def test_threads_beside_a_fork_are_told(caplog: pytest.LogCaptureFixture) -> Non
     list(batches(Noisy(), iter([(0, torch.arange(2))]), 0, Loading(1)))
     ended.set()
     assert "warning: E5: 1 other threads run while loader workers are forked (pool-7)" in caplog.text
+
+
+class Ending(Noisy):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index == 3:
+            os._exit(0)
+        return super().__getitem__(index)
+
+
+def test_a_worker_that_is_found_dead_is_told_with_its_exit_code() -> None:
+    """What it had loaded cannot be fetched from it any more; torch tells an exit code only if it is not 0."""
+    found = batches(Ending(), iter([(0, torch.tensor([index])) for index in range(9)]), 0, Loading(1, prefetch_factor=4))
+    assert wait_until(lambda: not multiprocessing.active_children(), 30)
+    with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid \d+\) exited unexpectedly with exit code 0$"):
+        list(found)
 
 
 def few_files(world: World) -> int:

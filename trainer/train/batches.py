@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import resource
+import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -132,7 +133,20 @@ def batches(dataset: Dataset[Any], chosen: Iterator[Chosen], seed: int, loading:
         collate_fn=getattr(dataset, "collate_fn", default_collate),
         generator=torch.Generator(),  # else it draws a number from the rank's own generator, and a resume would draw once more
     )
-    return iter(loader)
+    return _with_exit_codes(iter(loader)) if workers else iter(loader)
+
+
+def _with_exit_codes(loaded: Iterator[Any]) -> Iterator[Any]:
+    """Of a loader worker that is found dead, also tell how it ended, in torch's words where it hears of it in another way."""
+    try:
+        yield from loaded
+    except RuntimeError as error:
+        dead = [worker for worker in getattr(loaded, "_workers", ()) if worker.exitcode is not None]
+        if not dead or not str(error).endswith("exited unexpectedly"):
+            raise
+        code = dead[0].exitcode
+        how = f"is killed by signal: {signal.strsignal(-code)}" if code < 0 else f"exited unexpectedly with exit code {code}"
+        raise RuntimeError(f"DataLoader worker (pid {dead[0].pid}) {how}") from error
 
 
 def _prepare_for_workers(loading: Loading) -> None:
