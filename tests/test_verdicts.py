@@ -237,9 +237,15 @@ terminate called after throwing an instance of 'std::runtime_error'
   what():  bad   size
 Fatal Python error: Aborted
 
+Thread 0x00007e (most recent call first):
+  File "/home/u/logger.py", line 8 in flush
+
 Current thread 0x00007f (most recent call first):
   File "/venv/lib/python3.11/site-packages/torch/functional.py", line 5 in einsum
   File "/home/u/model.py", line 31 in forward
+
+Thread 0x00007d (most recent call first):
+  File "/home/u/logger.py", line 9 in wait
 """
 
 

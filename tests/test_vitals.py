@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.node.stacks import Stack, _threads
+from trainer.node.stacks import Stack, threads
 from trainer.node.vitals import Limits, Vitals
 from trainer.pulse import _PLACE, _SEQUENCE, SIZE, Phase, Pulse
 
@@ -229,10 +229,10 @@ Current thread 0x00007f5c4a1c5740 (most recent call first):
 
 
 def test_the_main_thread_comes_first() -> None:
-    main, other = _threads(ANSWER)
+    main, other = threads(ANSWER)
     assert main[0] == ("/home/u/data.py", 12, "__getitem__") and len(main) == 2
     assert other[1] == ('/home/u/a "b" c.py', 7, "<lambda>")
-    assert list(_threads("")) == [] and list(_threads("cut off in the mid")) == []
+    assert list(threads("")) == [] and list(threads("cut off in the mid")) == []
 
 
 TORCH = "/venv/lib/python3.11/site-packages/torch"

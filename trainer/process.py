@@ -51,6 +51,14 @@ def process_state(pid: int) -> str | None:
         return None
 
 
+def exit_status(pid: int) -> int | None:
+    """Of a dead process that nobody has reaped yet: its exit code, or minus the signal that killed it (Linux; else None)."""
+    try:
+        return os.waitstatus_to_exitcode(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[49]))
+    except (OSError, IndexError, ValueError):
+        return None
+
+
 def descendants(pid: int) -> list[int]:
     """All that a process has started, and what they have, oldest first (Linux; else none)."""
     parents: dict[int, list[int]] = {}

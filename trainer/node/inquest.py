@@ -221,6 +221,9 @@ def _operation(collectives: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _words(stack: Stack) -> str:
+    if stack.state == "Z":
+        status = stack.status or 0
+        return f"has ended with exit code {status}" if status >= 0 else f"was killed by signal {-status}"
     if stack.state in "TD":
         return f"is in state {stack.state}"
     return f"{stack.waits} in {stack.place}"

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from trainer.errors import own_frame
 from trainer.node.vitals import STACKS
-from trainer.process import descendants, process_state
+from trainer.process import descendants, exit_status, process_state
 
 _SIGNAL: int | None = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
 _ANSWER_SECONDS, _SETTLE_SECONDS = 1.0, 0.02
@@ -41,6 +41,7 @@ class Stack:
     kernel: str  # the function of the kernel's that it waits in, or ""
     threads: list[list[Frame]] = field(default_factory=list)
     writes: bool = False  # it is the process that writes its rank's checkpoints
+    status: int | None = None  # of one that is dead: its exit code, or minus the signal that killed it
 
     @property
     def main(self) -> list[Frame]:
@@ -89,7 +90,7 @@ class Stack:
     def loader_worker(self) -> bool:
         """Whether it is one, as far as can be seen."""
         files = [name for name, _, _ in self.main]
-        return any(name.endswith(_WORKER) for name in files) or (not files and self.state in "TD" and not self.writes)
+        return any(name.endswith(_WORKER) for name in files) or (not files and self.state in "TDZ" and not self.writes)
 
     def text(self) -> str:
         """For people."""
@@ -129,7 +130,8 @@ def _of(pid: int, fd: int) -> Stack:
     with suppress(OSError):
         kernel, command = Path(f"/proc/{pid}/wchan").read_text().strip("0"), Path(f"/proc/{pid}/cmdline").read_bytes()
     text = _ask(pid, fd) if state in "RSD" and _answers(pid) else ""
-    return Stack(pid, state, kernel, list(_threads(text)) or _spied(pid), _WRITER in command)
+    status = exit_status(pid) if state == "Z" else None
+    return Stack(pid, state, kernel, list(threads(text)) or _spied(pid), _WRITER in command, status)
 
 
 def _spied(pid: int) -> list[list[Frame]]:
@@ -165,9 +167,9 @@ def _ask(pid: int, fd: int) -> str:
     return os.pread(fd, size - start, start).decode("utf-8", "replace")
 
 
-def _threads(text: str) -> Iterator[list[Frame]]:
-    """The threads of one answer, the main thread first: the kernel gives it a process's signals."""
+def threads(text: str) -> Iterator[list[Frame]]:
+    """The threads of one answer of faulthandler's, first the one that got the signal: of one from outside, the main thread."""
     parts = re.split(r"^(Current thread|Thread) 0x.*$", text, flags=re.MULTILINE)[1:]
-    threads = sorted(zip(parts[::2], parts[1::2], strict=True), key=lambda each: each[0] != "Current thread")
-    for _, frames in threads:
-        yield [(found[1], int(found[2]), found[3]) for found in _FRAME.finditer(frames)]
+    found = sorted(zip(parts[::2], parts[1::2], strict=True), key=lambda each: each[0] != "Current thread")
+    for _, frames in found:
+        yield [(each[1], int(each[2]), each[3]) for each in _FRAME.finditer(frames)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from trainer.errors import ExitCode, Fault
-from trainer.node.verdict import SAME_COLLECTIVES, left_early
+from trainer.node.verdict import LEFT, SAME_COLLECTIVES, left_early
 from trainer.pulse import ASKING, Phase
 
 _LEAST_BUSY, _WORTH_A_WORD = 0.02, 0.2  # shares of a step
@@ -167,6 +167,8 @@ def _doing(sight: Sight) -> str:
 
 
 def _data_fix(workers: Sequence[str]) -> str:
+    if any("has ended" in words for words in workers):
+        return LEFT
     if any("lock" in words for words in workers):
         return "a thread held the lock when the workers were forked: data.multiprocessing_context=forkserver"
     return "see what the dataset does there (trainer explain); raise watch.stall_seconds if that may take so long"

@@ -12,6 +12,7 @@ from pathlib import Path
 from trainer.errors import ExitCode, Fault, own_frame
 from trainer.node.logs import last_lines
 from trainer.node.ranks import Rank
+from trainer.node.stacks import threads
 from trainer.node.vitals import Vitals
 from trainer.process import signal_name
 from trainer.pulse import Phase
@@ -24,12 +25,11 @@ _PEER_LOSS = re.compile(
 )
 
 
-_FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')  # of Python's faulthandler
 _MORE_MEMORY = "ask for more memory (resources.memory_gb_per_node), or use fewer loader workers or smaller batches"
 _SHARED_MEMORY = "give the container more /dev/shm (compose: shm_size, Kubernetes: a Memory emptyDir, docker: --shm-size)"
 SAME_COLLECTIVES = "let every rank call the same collectives in the same order; look for `if rank == 0`"
 _NATIVE = "the dataset crashed in native code: see the log; data.num_workers=0 tells where"
-_LEFT = "something in the dataset ends its process: see the log; data.num_workers=0 tells where"
+LEFT = "something in the dataset ends its process: see the log; data.num_workers=0 tells where"
 _UNUSED = "freeze what gets no gradient, use it, or set model.find_unused_parameters=true (find_unused_parameters=True in DDP)"
 # What torch says: pattern, code, exit code, fix.
 _KNOWN = (
@@ -37,7 +37,7 @@ _KNOWN = (
     (r"Too many open files|received 0 items of ancdata", "E2", ExitCode.RANK_FAILED, "raise the limit of open files (ulimit -n)"),
     (r"Bus error|unable to .*(shared memory|</torch_)", "E1", ExitCode.RANK_KILLED, _SHARED_MEMORY),
     (r"DataLoader worker \(pid.*killed by signal: (?!Killed)", "C1", ExitCode.RANK_KILLED, _NATIVE),
-    (r"DataLoader worker \(pid.*exited unexpectedly with exit code", "C1", ExitCode.RANK_FAILED, _LEFT),
+    (r"DataLoader worker \(pid.*exited unexpectedly with exit code", "C1", ExitCode.RANK_FAILED, LEFT),
     (r"DataLoader worker \(pid.*(killed by signal|exited unexpectedly)", "E3", ExitCode.RANK_KILLED, _MORE_MEMORY),
     (r"DataLoader timed out after", "E4", ExitCode.STALLED, "see what the dataset does there, or raise watch.stall_seconds"),
     (r"Pin memory thread exited", "E7", ExitCode.RANK_KILLED, "see the worker's error in the log; or data.pin_memory=false"),
@@ -120,9 +120,9 @@ def _killed(culprit: Running, host: str, node_rank: int, memory: str | None) -> 
 
 def last_words(log: Path) -> str:
     """What a process that crashed in native code wrote last: a C++ exception, and where Python was."""
-    text = last_lines(log, 100)
+    text = last_lines(log, 400)
     thrown = re.findall(r"what\(\): *(.+)", text)
-    frames = [(name, int(line), function) for name, line, function in _FRAME.findall(text.rpartition("Fatal Python error")[2])]
+    frames = [frame for thread in threads(text.rpartition("Fatal Python error")[2]) for frame in thread]
     name, line, function = own_frame(frames) if frames else ("", 0, "")
     return (f": {' '.join(thrown[-1].split())}" if thrown else "") + (
         f" in {Path(name).name}:{line} in {function}" if name else ""
