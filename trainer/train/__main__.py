@@ -26,6 +26,7 @@ from trainer.config import Config, accumulation_steps
 from trainer.errors import ERROR_FILE, ConfigError, ExitCode, FaultError, KitError, write_error_file
 from trainer.pulse import PULSE, Phase, Pulse
 from trainer.settings import dump_config, load_config, refuse_stopped
+from trainer.train.agree import same_length
 from trainer.train.batches import GlobalOrder, Loading, mix
 from trainer.train.checkpoint import Checkpointer
 from trainer.train.data import split
@@ -83,7 +84,8 @@ def train(config: Config, world: World, pulse: Pulse) -> int:
         loading, micro = _loading(config, world), config.training.micro_batch_size
         check_shared_memory(training, micro or max(1, config.training.batch_size // world.world_size), loading, world)
         samples = len(training)  # type: ignore[arg-type]
-        order = _order(config, world, _same_on_all_ranks(config, world, samples))
+        same_length(samples, config.data.target if config.data else "", world)
+        order = _order(config, world, samples)
         total = _total_steps(config, order)
         loop = _loop(config, world, order, total)
         loop.pulse = pulse
@@ -106,18 +108,6 @@ def _patience(config: Config) -> float:
 def _data(config: Config) -> tuple[Dataset[Any], Dataset[Any] | None]:
     assert config.data is not None
     return split(config.data.target, targets.call("data", config.data.target, config.data.args))
-
-
-def _same_on_all_ranks(config: Config, world: World, samples: int) -> int:
-    """Ranks with data of different lengths would take different numbers of steps, and hang."""
-    largest, smallest = world.largest_numbers(samples, -samples)
-    if largest != -smallest:
-        target = config.data.target if config.data else ""
-        raise ConfigError(
-            f"data.target={target}: {samples} samples on rank {world.rank} ({world.host}), {-smallest:.0f} to {largest:.0f} on "
-            "others; give all ranks the same data, the kit shares it out"
-        )
-    return samples
 
 
 def _order(config: Config, world: World, samples: int) -> GlobalOrder:

@@ -159,6 +159,28 @@ def _checksum(parameters: Sequence[nn.Parameter]) -> int:
     return total % _EXACT
 
 
+def same_length(samples: int, target: str, world: World) -> None:
+    """Ranks with data of different lengths would take different numbers of steps, and hang. Every rank must call it.
+
+    Raises:
+        FaultError: a rank has other data than most: the same on all ranks.
+    """
+    largest, smallest = world.largest_numbers(samples, -samples)
+    if largest != -smallest:
+        told = world.gather((samples, world.host))
+        raise FaultError(world.from_rank_0(_other_length(told, target) if told else None))
+
+
+def _other_length(told: Sequence[tuple[int, str]], target: str) -> Fault:
+    lengths = [samples for samples, _ in told]
+    usual = Counter(lengths).most_common(1)[0][0]
+    odd = [rank for rank, samples in enumerate(lengths) if samples != usual]
+    others = f" (ranks {', '.join(map(str, odd[1:]))} are odd too)" if odd[1:] else ""
+    cause = f"data.target={target}: {lengths[odd[0]]} samples on this rank{others}, {usual} on rank {lengths.index(usual)}"
+    host = told[odd[0]][1]
+    return Fault("C4", host, cause, "give all ranks the same data, the kit shares it out", ExitCode.CONFIG, odd[0])
+
+
 def all_used(model: nn.Module, world: World) -> bool:
     """After a first backward pass: see that every parameter has a gradient, without which the next step's exchange would fail.
 
