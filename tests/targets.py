@@ -5,6 +5,8 @@ import signal  # noqa: F401 (for the statements of a test)
 import sys  # noqa: F401
 import threading
 import time
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -87,15 +89,70 @@ def faulty_model(rank: int = -1, number: int = 0, what: str = "") -> FaultyModel
     return FaultyModel(rank, number, what)
 
 
+class OneShort(FaultyData):
+    def __len__(self) -> int:
+        return 399
+
+
+def uneven_data(rank: int) -> tuple[FaultyData, None]:
+    """One sample less on one rank."""
+    return (OneShort if os.environ.get("RANK", "0") == str(rank) else FaultyData)(-1, 0, "", 0.001), None
+
+
+class Unlucky:
+    """A fault for each attempt of a run, [rank, where, statement]: it comes once this attempt has saved something of its own."""
+
+    def __init__(self, where: str, faults: list[list[Any]], checkpoints: str) -> None:
+        rank, place, what = faults[int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))]
+        here = place == where and os.environ.get("RANK", "0") == str(rank)
+        self.what, self.checkpoints = what if here else "", Path(checkpoints)
+        self.first = self._saved()
+
+    def _saved(self) -> list[str]:
+        return sorted(path.name for path in self.checkpoints.glob("step-*[0-9]"))[-1:]
+
+    def strike(self, **names: object) -> None:
+        if self.what and self._saved() != self.first:
+            exec(self.what, {**globals(), **names})
+
+
+class UnluckyData(FaultyData):
+    def __init__(self, unlucky: Unlucky) -> None:
+        super().__init__(-1, 0, "", 0.001)
+        self.unlucky = unlucky
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.unlucky.strike(data=self)
+        return super().__getitem__(index)
+
+
+class UnluckyModel(FaultyModel):
+    def __init__(self, unlucky: Unlucky) -> None:
+        super().__init__(-1, 0, "")
+        self.unlucky = unlucky
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.unlucky.strike(model=self, images=images)
+        return super().forward(images)
+
+
+def unlucky_data(faults: list[list[Any]], checkpoints: str) -> tuple[UnluckyData, None]:
+    return UnluckyData(Unlucky("data", faults, checkpoints)), None
+
+
+def unlucky_model(faults: list[list[Any]], checkpoints: str) -> UnluckyModel:
+    return UnluckyModel(Unlucky("model", faults, checkpoints))
+
+
 class Leisurely(nn.Module):
-    """A linear model that takes its time: at its making and its first step on one rank, then in each step on one rank after the
-    other, and in evaluations. All in seconds."""
+    """A linear model that takes its time: at its making, in its first step and at the beginning of an evaluation on one rank, then in
+    steps on one rank after the other, each second one in a tenth of the time, and in all of an evaluation. All in seconds."""
 
     def __init__(self, rank: int, start: float, first: float, step: float, evaluation: float) -> None:
         super().__init__()
         self.rank, self.ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self.layer, self.counted, self.slow = nn.Linear(64, 10), 0, rank
-        self.first, self.step, self.evaluation = first, step, evaluation
+        self.first, self.step, self.evaluation, self.evaluated = first, step, evaluation, False
         if self.rank == rank:
             time.sleep(start)
 
@@ -103,9 +160,10 @@ class Leisurely(nn.Module):
         self.counted += self.training
         turn = self.slow if self.counted == 1 else self.counted % self.ranks
         if not self.training:
-            time.sleep(self.evaluation)
+            time.sleep(self.first if self.rank == self.slow and not self.evaluated else self.evaluation)
         elif self.rank == turn:
-            time.sleep(self.first if self.counted == 1 else self.step)
+            time.sleep(self.first if self.counted == 1 else self.step / (1 if self.counted % 2 else 10))
+        self.evaluated = not self.training
         return self.layer(images.flatten(1))
 
 

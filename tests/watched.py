@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
+import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from tests.conftest import DIGITS, wait_until
 from tests.jobs import TRAINER, command, finish, logs, metrics, overrides, processes_of, start
@@ -42,14 +46,20 @@ def faulty(where: str, rank: int, number: int, what: str) -> list[str]:
 class Job:
     """A run in the foreground, of nodes that are processes of this machine."""
 
-    def __init__(self, run: Path, config: str | Path = DIGITS, *settings: str, nodes: int = 2, ranks: int = 2) -> None:
+    def __init__(
+        self, run: Path, config: str | Path = DIGITS, *settings: str, nodes: int = 2, ranks: int = 2, within: Sequence[str] = ()
+    ) -> None:
         """
         Args:
             ranks: on each node.
+            within: a command that runs the command that follows it, such as `setpriv ...`.
         """
+        # of its own, to see what is left there; with a short name, as sockets are made in it
+        self.temporary = Path(tempfile.mkdtemp(prefix="job-"))
         self.run, self.nodes, self.ranks = run, nodes, ranks
         shape = [f"resources.nodes={nodes}", f"resources.ranks_per_node={ranks}"]
-        self.front = start(*TRAINER, "run", str(config), *shape, overrides(run), *settings)
+        command = [*within, *TRAINER, "run", str(config), *shape, overrides(run), *settings]
+        self.front = start(*command, TMPDIR=str(self.temporary))
 
     def at_step(self, step: int, seconds: float = 60) -> None:
         """Wait for the end of an optimizer step."""
@@ -118,12 +128,19 @@ class Job:
         lines = [_fault_of(output), *(_fault_of(self._log(node)) for node in range(1, self.nodes))]
         assert len(set(lines)) == 1, f"the nodes do not agree: {lines}\n{told}"
         line = lines[0]
-        named = re.match(rf"FAULT ({code}) host={re.escape(host)} rank={rank}: ", line)
-        assert named, f"wanted {code} rank {rank}, {words!r}: {line}\n{told}"
-        assert words in line.partition(": ")[2] and "; fix: " in line, f"wanted {words!r}: {line}\n{told}"
+        assert is_told(line, code, rank, words, host), f"wanted {code} rank {rank}, {words!r}: {line}\n{told}"
         assert found == exit_code or (exit_code is None and found), f"exit code {found}, not {exit_code}: {line}\n{told}"
         self.nothing_is_left(idle=exit_code == ExitCode.STALLED and code != "G9")
         return line
+
+    def restarts(self) -> list[list[dict[str, Any]]]:
+        """What the nodes told of each attempt that was followed by another one."""
+        events = map(json.loads, (self.run / "events.jsonl").read_text().splitlines())
+        told: dict[int, list[dict[str, Any]]] = {}
+        for event in events:
+            if event["event"] == "restart":
+                told.setdefault(event["attempt"], []).append(event)
+        return [told[attempt] for attempt in sorted(told)]
 
     def explained(self, kind: str) -> str:
         """What `trainer explain` says: the verdict, a table of all ranks, and the stacks of a hang.
@@ -140,7 +157,7 @@ class Job:
         return text
 
     def nothing_is_left(self, idle: bool) -> None:
-        """No process, and the newest whole checkpoint loads.
+        """No process and no temporary file, and the newest whole checkpoint loads.
 
         Args:
             idle: no save was under way; else the next start removes what there is of one.
@@ -148,6 +165,7 @@ class Job:
         assert wait_until(lambda: not processes_of(self.run), 10), [
             (pid, process_state(pid), Path(f"/proc/{pid}/cmdline").read_bytes()) for pid in processes_of(self.run)
         ]
+        assert wait_until(lambda: not self._temporary_files(), 10), self._temporary_files()
         folder = self.run / "checkpoints"
         if folder.is_dir() and (names := sorted(path.name for path in folder.iterdir())):
             half = [name for name in names if name.endswith(".tmp")]
@@ -155,8 +173,17 @@ class Job:
             newest = max((name for name in names if name.startswith("step-") and name[5:].isdecimal()), default=None)
             assert newest is None or read(folder / newest)["step"] == int(newest[5:])
 
+    def _temporary_files(self) -> list[Path]:
+        """All but torch's cache of what it has compiled, which is to be found again."""
+        return [
+            path
+            for path in self.temporary.rglob("*")
+            if not path.relative_to(self.temporary).parts[0].startswith("torchinductor_")
+        ]
+
     def _log(self, node: int) -> str:
-        return (self.run / "logs" / f"node-{node:04d}.log").read_text()
+        path = self.run / "logs" / f"node-{node:04d}.log"
+        return path.read_text() if path.exists() else ""
 
     def end(self) -> None:
         """Leave nothing behind, whatever happened."""
@@ -166,6 +193,13 @@ class Job:
             self.front.communicate()
         for pid in processes_of(self.run):
             _kill(pid)
+        shutil.rmtree(self.temporary, ignore_errors=True)
+
+
+def is_told(line: str, code: str, rank: int, words: str, host: str = HOST) -> bool:
+    """Whether a line tells a fault: its code (several with | between them), rank and host, words of its cause, and what to do."""
+    found = re.match(rf"FAULT ({code}) host={re.escape(host)} rank={rank}: (.*); fix: .", line)
+    return bool(found and words in found[2])
 
 
 def _fault_of(output: str) -> str:
