@@ -51,16 +51,22 @@ def _to_worker(number: int) -> Callable[[Job, int, random.Random], None]:
 
 FAILED, KILLED, STALLED = ExitCode.RANK_FAILED, ExitCode.RANK_KILLED, ExitCode.STALLED
 _CRASH = "import ctypes; ctypes.string_at(0)"
+_SLOWLY = "import atexit; atexit.register(time.sleep, 3); sys.exit(4)"
 _SPIN = "while True: pass"
 _DEAF = "import ctypes; ctypes.PyDLL(None).sleep(1000)"  # in native code, with Python's lock
 KINDS = (
     Kind("SIGKILL", "C1", "killed by signal 9 (SIGKILL)", KILLED, hurt=_to_rank(signal.SIGKILL), evidence="crash"),
     Kind("SIGSEGV", "C1", "killed by signal 11 (SIGSEGV)", KILLED, hurt=_to_rank(signal.SIGSEGV), evidence="crash"),
+    Kind("SIGABRT", "C1", "killed by signal 6 (SIGABRT)", KILLED, hurt=_to_rank(signal.SIGABRT), evidence="crash"),
     Kind("SIGSTOP", "C2", "stopped by a signal", STALLED, hurt=_to_rank(signal.SIGSTOP)),
     Kind("native crash", "C1", "(SIGSEGV) in targets.py", KILLED, "model", _CRASH, evidence="crash"),
     Kind("raise in the model", "C1", "ValueError: bad", FAILED, "model", "raise ValueError('bad')", evidence="crash"),
     Kind("raise in the data", "C1", "ValueError: bad", FAILED, "data", "raise ValueError('bad')", evidence="crash"),
     Kind("exit 3", "C1", "exited with 3", FAILED, "model", "sys.exit(3)", evidence="crash"),
+    Kind("exit 4 slowly", "C1", "exited with 4", FAILED, "model", _SLOWLY, evidence="crash"),
+    Kind(
+        "not a number", "C6", "the loss is not finite (samples ", FAILED, "model", "images.mul_(float('nan'))", evidence="crash"
+    ),
     Kind("exit 0", "D5", "left early with exit code 0", FAILED, "model", "sys.exit(0)", evidence="crash"),
     Kind("_exit 0", "D5", "left early with exit code 0", FAILED, "data", "os._exit(0)", evidence="crash"),
     Kind("_exit 1", "C1", "vanished with exit code 1, no message", FAILED, "model", "os._exit(1)", evidence="crash"),
@@ -77,6 +83,7 @@ KINDS = (
     Kind("worker SIGSTOP", "E4", "is in state T", STALLED, hurt=_to_worker(signal.SIGSTOP), workers=2),
     Kind("worker sleeps", "E4", "sleeps in targets.py", STALLED, "data", "time.sleep(1000)", workers=2),
     Kind("worker's lock", "E4", "waits for a lock in targets.py", STALLED, "data", "LOCK.acquire()", workers=2),
+    Kind("worker ends", "E4", "has ended with exit code 0", STALLED, "data", "time.sleep(2); sys.exit(0)", workers=2),
     Kind("worker raises", "C1", "ValueError: bad", FAILED, "data", "raise ValueError('bad')", workers=2, evidence="crash"),
     Kind(
         "worker exits", "C1", "exited unexpectedly with exit code 1", FAILED, "data", "os._exit(1)", workers=2, evidence="crash"
@@ -90,8 +97,12 @@ def once(kind: Kind, dice: random.Random, folder: Path) -> str:
     job = Job(folder / "run", DIGITS, *ENDLESS, *faulty(kind.where, rank, number, kind.what), f"data.num_workers={kind.workers}")
     try:
         if kind.hurt:
-            job.at_step(1)
-            time.sleep(dice.uniform(0, 1.5))
+            if kind.workers or dice.random() < 0.7:
+                job.at_step(1)
+                time.sleep(dice.uniform(0, 1.5))
+            else:  # while it starts
+                assert wait_until(lambda: job.started(rank), 60), job.told()
+                time.sleep(dice.uniform(0, 3))
             kind.hurt(job, rank, dice)
         else:
             assert wait_until(lambda: (job.run / "logs" / "attempt-000").is_dir(), 60), job.told()

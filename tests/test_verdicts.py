@@ -107,6 +107,20 @@ def test_a_stopped_rank_is_named_even_where_all_are_equally_far(
         assert f"stopped by a signal (pid {1000 + culprit} is in state T), the others wait for it" in fault.cause
 
 
+@given(worlds(), st.floats(0, 1800))
+def test_a_stopped_rank_is_named_also_where_the_others_have_time_for_what_all_are_at(
+    world: tuple[list[Sight], int], left: float
+) -> None:
+    sights, culprit = world
+    start = {"step": 0, "place": 1, "phase": Phase.SETUP}
+    sights = [replace(each, left=left, **start) for each in sights]  # type: ignore[arg-type]
+    assert holding_up(sights) == []
+    sights[culprit] = replace(sights[culprit], state="T", left=-1.0, finding=Finding())
+    assert [each.rank for each in holding_up(sights)] == [culprit] == [named(sights).rank]
+    ahead = [replace(each, place=0) if each.rank == (culprit + 1) % len(sights) else each for each in sights]
+    assert holding_up(ahead) == [], "another is further behind, and has time"
+
+
 @given(worlds())
 def test_where_all_are_in_the_same_collective_it_is_the_network(world: tuple[list[Sight], int]) -> None:
     fault = named(world[0])

@@ -87,6 +87,11 @@ class Job:
                 return pid
         raise AssertionError(f"rank {rank} has no process\n{self.told()}")
 
+    def started(self, rank: int) -> bool:
+        """It has a process and a log."""
+        log = self.run / "logs" / "attempt-000" / f"rank-{rank:04d}.{HOST}.log"
+        return log.exists() and any(_writes(pid) == log.name for pid in _children(self.node_pids[rank // self.ranks]))
+
     def workers(self, rank: int) -> list[int]:
         """Pids of its loader workers: what it has forked."""
         own = self.pid(rank)

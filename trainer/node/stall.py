@@ -69,7 +69,8 @@ class Sight:
 
 
 def holding_up(sights: Sequence[Sight]) -> list[Sight]:
-    """The ranks that hold the job up, if it stands still; none while the last of all still has time."""
+    """The ranks that hold the job up, if it stands still; none while the last of all still has time. Among these, one that was
+    stopped by a signal has only its own: what the others are at, such as their start, may take longer."""
     alive = [sight for sight in sights if sight.alive]
     if all(sight.left >= 0 for sight in alive):
         return []
@@ -77,7 +78,8 @@ def holding_up(sights: Sequence[Sight]) -> list[Sight]:
         return gone
     last = min(sight.position for sight in alive)
     found = [sight for sight in alive if sight.position == last]
-    return found if all(sight.left < 0 for sight in found) else []
+    late = [sight for sight in found if sight.left < 0]
+    return found if len(late) == len(found) else [sight for sight in late if sight.state == "T"]
 
 
 def suspects(sights: Sequence[Sight]) -> list[Sight]:
