@@ -1,9 +1,12 @@
+import json
 import multiprocessing
 import os
 import random
 import resource
+import sys
 import threading
 from itertools import chain
+from pathlib import Path
 
 import numpy
 import pytest
@@ -14,7 +17,7 @@ from torch.utils.data import Dataset
 
 from tests.conftest import wait_until
 from tests.forked import on_ranks
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, write_error_file
 from trainer.train.batches import GlobalOrder, Loading, batches, mix
 from trainer.train.distributed import World
 
@@ -173,6 +176,24 @@ def test_a_worker_that_is_found_dead_is_told_with_its_exit_code() -> None:
     assert wait_until(lambda: not multiprocessing.active_children(), 30)
     with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid \d+\) exited unexpectedly with exit code 0$"):
         list(found)
+
+
+class Spoilt(Noisy):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index == 3:
+            raise OSError(5, "Input/output error", "/data/3.png")
+        return super().__getitem__(index)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes before Python 3.11")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_that_cannot_be_loaded_is_told_by_its_number(workers: int, tmp_path: Path) -> None:
+    with pytest.raises(OSError) as caught:
+        list(batches(Spoilt(), iter([(0, torch.tensor([index])) for index in range(9)]), 0, Loading(workers)))
+    write_error_file(str(tmp_path / "error.json"), caught.value)
+    record = json.loads((tmp_path / "error.json").read_text())
+    assert record["message"].endswith("[Errno 5] Input/output error: '/data/3.png' (sample 3)"), record
+    assert record["where"].startswith("test_batches.py:"), record
 
 
 def few_files(world: World) -> int:

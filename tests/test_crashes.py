@@ -88,7 +88,7 @@ def all_told(running: Job, hits: Sequence[Hit], ranks: Sequence[int]) -> list[st
 
 ENDS = (
     Hit("model", "raise ValueError('bad   sample 7')", "C1", "ValueError: bad sample 7 (targets.py:", FAILED, "the traceback in"),
-    Hit("data", "raise OSError(5, 'Input/output error')", "C1", "OSError: [Errno 5] Input/output error (targets.py:", FAILED),
+    Hit("data", "raise OSError(5, 'Input/output error')", "C1", "OSError: [Errno 5] Input/output error (", FAILED),
     Hit("model", "sys.exit(3)", "C1", "exited with 3 (targets.py:", FAILED),
     Hit("model", "import atexit; atexit.register(time.sleep, 3); sys.exit(4)", "C1", "exited with 4", FAILED),  # it dies slowly
     Hit("model", "sys.exit(0)", "D5", "left early with exit code 0", FAILED, "early return or sys.exit"),
@@ -166,7 +166,7 @@ def test_a_rank_of_a_script_of_ones_own_that_ends_or_hangs(job: Start, folder: P
 FILL = "import mmap; size = 1 << 26; fd = os.open('/dev/shm', os.O_TMPFILE | os.O_RDWR); os.ftruncate(fd, size)\n"
 FILL += "held = mmap.mmap(fd, size)\nfor at in range(0, size, 4096): held[at] = 1"
 IN_A_WORKER = (
-    Hit("data", "raise ValueError('bad sample 7')", "C1", "ValueError: bad sample 7 (targets.py:", FAILED),
+    Hit("data", "raise ValueError('bad sample 7')", "C1", "ValueError: bad sample 7 (", FAILED),
     Hit("data", "os._exit(1)", "C1", "exited unexpectedly with exit code 1", FAILED, "something in the dataset ends its process"),
     # what it had loaded before is used up by then, and torch does not look after it
     Hit("data", "time.sleep(2); sys.exit(0)", "E4", "has ended with exit code 0", STALLED, "in the dataset ends its process"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import DIGITS
-from tests.watched import ENDLESS, Job, faulty
+from tests.jobs import finish
+from tests.machines import fault
+from tests.watched import ENDLESS, HOST, Job, faulty
 from trainer.errors import ExitCode
 
 pytestmark = pytest.mark.ranks
@@ -52,6 +55,21 @@ def test_a_loader_worker_is_stopped(job: Start) -> None:
     os.kill(worker, signal.SIGSTOP)
     running.fault("E4", rank, f"waits for its loader workers: pid {worker} is in state T, the others", ExitCode.STALLED)
     assert time.monotonic() - since < IN_TIME, rank
+
+
+def test_a_second_interrupt_does_not_wait_for_ranks_that_hang(job: Start) -> None:
+    rank = random.randrange(4)
+    running = job(*ENDLESS, *faulty("model", rank, 20, "print('hangs', flush=True); time.sleep(1000)"), "watch.stall_seconds=100")
+    running.said("hangs")
+    running.front.send_signal(signal.SIGINT)
+    running.said("SIGINT: asking the ranks to save and stop")
+    since = time.monotonic()
+    running.front.send_signal(signal.SIGINT)
+    code, output = finish(running.front, 30)
+    lines = {fault(text) for text in (output, (running.run / "logs" / "node-0001.log").read_text())}
+    assert code == ExitCode.STOPPED and time.monotonic() - since < 10, running.told()
+    assert len(lines) == 1 and re.match(f"FAULT D8 host={HOST} node_rank=[01]: stopped by a second Ctrl-C", lines.pop()), output
+    running.nothing_is_left(idle=False)
 
 
 def test_a_save_that_does_not_end(job: Start) -> None:

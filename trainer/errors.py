@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
 
+SAMPLE = "sample "  # begins the note of an exception by which its data set's sample is known
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torch's own variable: where a rank leaves its reason; `@record` writes there too
 
 
@@ -136,9 +137,11 @@ def write_error_file(path: str, error: BaseException) -> None:
 
 def _message(error: BaseException) -> str:
     text = str(error)
-    if "Original Traceback" in text:  # a loader worker's exception arrives as the text of its traceback
-        return text.strip().splitlines()[-1]
-    return " ".join(text.split())
+    if "Original Traceback" not in text:
+        notes = [f"({note})" for note in getattr(error, "__notes__", ()) if note.startswith(SAMPLE)]
+        return " ".join([*text.split(), *notes])
+    *_, before, last = ["", *text.strip().splitlines()]  # a loader worker's exception arrives as the text of its traceback
+    return f"{before} ({last})" if last.startswith(SAMPLE) else last
 
 
 def where(error: BaseException) -> str:

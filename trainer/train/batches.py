@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from trainer.errors import ConfigError
+from trainer.errors import SAMPLE, ConfigError
 from trainer.pulse import FOLLOWER
 from trainer.train.random_state import random_state_kept, seed_cpu
 
@@ -101,7 +101,12 @@ class Seeded(Dataset[Any]):
 
     def _sample(self, epoch: int, index: int) -> Any:
         seed_cpu(mix(self.seed, epoch, index))
-        return self.dataset[index]
+        try:
+            return self.dataset[index]
+        except Exception as error:
+            if hasattr(error, "add_note"):  # from Python 3.11 on; it also reaches the rank from a loader worker
+                error.add_note(f"{SAMPLE}{index}")
+            raise
 
 
 @dataclass(frozen=True)
