@@ -118,11 +118,24 @@ import os, signal, sys, threading, time, torch, torch.distributed as dist
 FAULTS = {faults}
 rank, what = FAULTS[int(os.environ["TORCHELASTIC_RESTART_COUNT"])]
 
+def raise_in_a_way_of_ones_own(error):
+    # what the others make of the loss of the rank must not hide it
+    way = dist.get_rank() % 3
+    if way == 0:
+        raise error
+    if way == 1:
+        raise ValueError("training failed") from error
+    print(f"terminate called after throwing an instance of 'c10::DistBackendError'\\n  what():  {{error}}", flush=True)
+    os.abort()  # as NCCL's watchdog does
+
 def train():
     for step in range(1000000):
         if step == 30 and dist.get_rank() == rank:
             exec(what)
-        dist.all_reduce(torch.ones(1))
+        try:
+            dist.all_reduce(torch.ones(1))
+        except RuntimeError as error:
+            raise_in_a_way_of_ones_own(error)
         time.sleep(0.01)
 
 dist.init_process_group("gloo")
@@ -132,23 +145,23 @@ finally:
     dist.destroy_process_group()
 """
 IN_A_SCRIPT = (
-    Hit("", "raise KeyError('label')", "C1", "KeyError: 'label' (train.py:9)", FAILED),
-    Hit("", "sys.exit('no data')", "C1", "exited with 1: no data (train.py:9)", FAILED),
+    Hit("", "raise KeyError('label')", "C1", "KeyError: 'label' (train.py:19)", FAILED),
+    Hit("", "sys.exit('no data')", "C1", "exited with 1: no data (train.py:19)", FAILED),
     Hit("", "sys.exit(0)", "D5", "left early with exit code 0", FAILED),
     Hit("", "os._exit(0)", "D5", "left early with exit code 0", FAILED),
-    Hit("", "os.abort()", "C1", "killed by signal 6 (SIGABRT) in train.py:9 in train", KILLED),
+    Hit("", "os.abort()", "C1", "killed by signal 6 (SIGABRT) in train.py:19 in train", KILLED),
     Hit(
-        "", "time.sleep(1000)", "C2", "sleeps in train.py:9 in train, the others wait for it (after ", STALLED, "trainer explain"
+        "", "time.sleep(1000)", "C2", "sleeps in train.py:19 in train, the others wait for it (after ", STALLED, "trainer explain"
     ),
-    Hit("", "lock = threading.Lock(); lock.acquire(); lock.acquire()", "C2", "waits for a lock in train.py:9 in train", STALLED),
-    Hit("", "while True: pass", "C2", "train.py:9 in train, the others wait for it", STALLED),
+    Hit("", "lock = threading.Lock(); lock.acquire(); lock.acquire()", "C2", "waits for a lock in train.py:19 in train", STALLED),
+    Hit("", "while True: pass", "C2", "train.py:19 in train, the others wait for it", STALLED),
     Hit("", "os.kill(os.getpid(), signal.SIGSTOP)", "C2", "stopped by a signal", STALLED, "do not stop single ranks"),
     # it has fewer batches, and waits for the others at the end
     Hit(
         "",
         "dist.barrier()",
         "C5",
-        "is in barrier (train.py:9 in train), while the others are in all_reduce (train.py:10",
+        "is in barrier (train.py:19 in train), while the others are in all_reduce (train.py:21",
         STALLED,
     ),
 )

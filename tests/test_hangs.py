@@ -69,7 +69,7 @@ def test_a_second_interrupt_does_not_wait_for_ranks_that_hang(job: Start) -> Non
     lines = {fault(text) for text in (output, (running.run / "logs" / "node-0001.log").read_text())}
     assert code == ExitCode.STOPPED and time.monotonic() - since < 10, running.told()
     assert len(lines) == 1 and re.match(f"FAULT D8 host={HOST} node_rank=[01]: stopped by a second Ctrl-C", lines.pop()), output
-    running.nothing_is_left(idle=False)
+    running.nothing_is_left()
 
 
 def test_a_save_that_does_not_end(job: Start) -> None:

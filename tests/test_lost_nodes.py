@@ -70,7 +70,7 @@ def test_a_node_process_is_killed(job: Start) -> None:
     line = fault(survivor)
     assert line.startswith(f"FAULT C3 host={HOST} node_rank={victim}: lost node {victim} ({HOST})"), (victim, told)
     assert f"node {victim} was killed by signal 9" in output
-    running.nothing_is_left(idle=False)
+    running.nothing_is_left()
 
 
 @pytest.mark.ranks
@@ -85,4 +85,4 @@ def test_a_node_process_is_stopped(job: Start) -> None:
     survivor = output if victim else (running.run / "logs" / "node-0001.log").read_text()
     assert code == ExitCode.NODE_LOST and took < 40, (victim, code, took, told)
     assert fault(survivor).startswith(f"FAULT C3 host={HOST} node_rank={victim}: lost node {victim} ({HOST})"), (victim, told)
-    running.nothing_is_left(idle=False)
+    running.nothing_is_left()

@@ -246,6 +246,45 @@ def test_a_loss_that_the_users_own_code_tells_of_is_its_own(tmp_path: Path) -> N
     assert not failed(tmp_path, 1, type="ConnectionResetError", message="Connection reset by peer").lost_a_peer
 
 
+GONE = {
+    "type": "RuntimeError",
+    "message": "[pair.cc:534] Connection closed by peer [10.0.0.1]:9",
+    "where": "t.py:8",
+    "own": False,
+}
+
+
+def test_what_the_users_code_made_of_the_loss_of_a_peer_is_no_cause(tmp_path: Path) -> None:
+    wrapped = {"type": "TrainingError", "message": "step 3 failed", "where": "t.py:9", "own": False, "first": GONE}
+    assert failed(tmp_path, 1, **wrapped).lost_a_peer
+    assert failed(tmp_path, 1, **GONE).lost_a_peer
+
+
+def test_who_loses_its_peers_on_its_way_out_of_its_own_fault_is_the_cause(tmp_path: Path) -> None:
+    """`finally: dist.barrier()`"""
+    own = {"type": "ValueError", "message": "bad sample", "where": "data.py:3", "own": True}
+    fault = told(failed(tmp_path, 1, **{**GONE, "first": own}))
+    assert (fault.code, fault.exit_code) == ("C1", ExitCode.RANK_FAILED) and fault.cause == "ValueError: bad sample (data.py:3)"
+
+
+@pytest.mark.parametrize(
+    ("what", "lost"),
+    [
+        ("[Rank 1] watchdog thread terminated: NCCL error: remote process exited or there was a network error", True),
+        ("[pair.cc:534] Connection closed by peer [10.0.0.1]:9", True),
+        ("CUDA error: an illegal memory access was encountered", False),
+        ("[enforce fail at pair.cc:450] op.preamble.length <= op.nbytes. 8 vs 4, collective mismatch", False),
+    ],
+)
+def test_who_is_aborted_by_torch_as_a_peer_is_gone_is_no_cause(what: str, lost: bool, tmp_path: Path) -> None:
+    log = f"terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  {what}\n"
+    running = failed(tmp_path, -signal.SIGABRT, log)
+    assert running.lost_a_peer == lost
+    fault = told(running)
+    assert what in fault.cause and fault.cause.startswith("lost another rank" if lost else "killed by signal 6 (SIGABRT): ")
+    assert not failed(tmp_path, -signal.SIGSEGV, log).lost_a_peer
+
+
 CRASH = """something before
 terminate called after throwing an instance of 'std::runtime_error'
   what():  bad   size

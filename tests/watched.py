@@ -135,7 +135,7 @@ class Job:
         line = lines[0]
         assert is_told(line, code, rank, words, host), f"wanted {code} rank {rank}, {words!r}: {line}\n{told}"
         assert found == exit_code or (exit_code is None and found), f"exit code {found}, not {exit_code}: {line}\n{told}"
-        self.nothing_is_left(idle=exit_code == ExitCode.STALLED and code != "G9")
+        self.nothing_is_left()
         return line
 
     def restarts(self) -> list[list[dict[str, Any]]]:
@@ -161,30 +161,25 @@ class Job:
         assert kind != "hang" or "  File " in text, text
         return text
 
-    def nothing_is_left(self, idle: bool) -> None:
-        """No process and no temporary file, and the newest whole checkpoint loads.
-
-        Args:
-            idle: no save was under way; else the next start removes what there is of one.
-        """
+    def nothing_is_left(self) -> None:
+        """No process and no temporary file, and the newest whole checkpoint loads. Half a one may be there, of a save that was under
+        way or of an old one that was being dropped: the next start removes it."""
         assert wait_until(lambda: not processes_of(self.run), 10), [
             (pid, process_state(pid), Path(f"/proc/{pid}/cmdline").read_bytes()) for pid in processes_of(self.run)
         ]
         assert wait_until(lambda: not self._temporary_files(), 10), self._temporary_files()
         folder = self.run / "checkpoints"
         if folder.is_dir() and (names := sorted(path.name for path in folder.iterdir())):
-            half = [name for name in names if name.endswith(".tmp")]
-            assert len(half) <= (not idle), names
-            newest = max((name for name in names if name.startswith("step-") and name[5:].isdecimal()), default=None)
-            assert newest is None or read(folder / newest)["step"] == int(newest[5:])
+            half = [int(name[5:13]) for name in names if name.endswith(".tmp") and not name.endswith(".old.tmp")]
+            whole = [int(name[5:]) for name in names if name.startswith("step-") and name[5:].isdecimal()]
+            assert len(half) <= 1 and all(step > max(whole, default=0) for step in half), names
+            assert not whole or read(folder / f"step-{max(whole):08d}")["step"] == max(whole)
 
     def _temporary_files(self) -> list[Path]:
-        """All but torch's cache of what it has compiled, which is to be found again."""
-        return [
-            path
-            for path in self.temporary.rglob("*")
-            if not path.relative_to(self.temporary).parts[0].startswith("torchinductor_")
-        ]
+        """All but torch's cache of what it has compiled, which is to be found again, and the empty files by which its loader tries
+        out whether more can be opened, which it may be killed at."""
+        found = [path for path in self.temporary.rglob("*") if "torchinductor_" not in str(path)]
+        return [path for path in found if not (path.name.startswith("tmp") and path.is_file() and not path.stat().st_size)]
 
     def _log(self, node: int) -> str:
         path = self.run / "logs" / f"node-{node:04d}.log"

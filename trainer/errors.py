@@ -121,18 +121,24 @@ def error_from(line: str, exit_code: ExitCode) -> KitError:
 
 
 def write_error_file(path: str, error: BaseException) -> None:
-    """Leave the reason of a failure for the node process: type, message, the user's line, the time. Keeps what is there already,
-    such as what torch's `@record` wrote."""
+    """Leave the reason of a failure for the node process: type, message, the user's line, the time; also of the first exception,
+    if others have followed from it. Keeps what is there already, such as what torch's `@record` wrote."""
     target = Path(path)
     if target.exists():
         return
-    record = {"time": time.time(), "type": type(error).__name__, "message": _message(error), "where": where(error)}
-    record["own"] = all(map(_raised_by_python, _chain(error)))
+    chain = list(_chain(error))
+    record = {"time": time.time(), **_facts(error), "own": all(map(_raised_by_python, chain))}
+    if len(chain) > 1:
+        record["first"] = {**_facts(chain[-1]), "own": _raised_by_python(chain[-1])}
     if isinstance(error, KitError):
         record["exit_code"] = int(error.exit_code)
     if isinstance(error, FaultError):
         record["fault"] = error.fault.to_json()
     target.write_text(json.dumps(record), encoding="utf-8")
+
+
+def _facts(error: BaseException) -> dict[str, object]:
+    return {"type": type(error).__name__, "message": _message(error), "where": where(error)}
 
 
 def _message(error: BaseException) -> str:

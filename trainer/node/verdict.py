@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -68,10 +69,29 @@ class Running:
 
     @property
     def lost_a_peer(self) -> bool:
-        """It failed, but only because another rank was gone: torch said so, not some network code of the user's."""
-        kind = str(self.reason.get("type", "RuntimeError"))
-        said = (kind == "RuntimeError" or kind.startswith("Dist")) and not self.reason.get("own")
-        return said and bool(_PEER_LOSS.search(str(self.reason.get("message", ""))))
+        """It failed, but only because another rank was gone: torch said so, not some network code of the user's.
+
+        Its first exception counts: whatever the user's code made of that, and whatever it met on its way out of one of its own.
+        """
+        if self.status == -signal.SIGABRT:  # NCCL's watchdog ends a process so
+            return bool(_PEER_LOSS.search(thrown(Path(self.rank.log))))
+        return _tells_of_a_peer(self._first or self.reason)
+
+    @property
+    def why(self) -> Mapping[str, object]:
+        """Type, message and place of what ended it: of its last exception, unless that only tells of a peer that is gone."""
+        return self._first if self._first and _tells_of_a_peer(self.reason) else self.reason
+
+    @property
+    def _first(self) -> dict[str, object] | None:
+        first = self.reason.get("first")
+        return first if isinstance(first, dict) else None
+
+
+def _tells_of_a_peer(reason: Mapping[str, object]) -> bool:
+    kind = str(reason.get("type", "RuntimeError"))
+    said = (kind == "RuntimeError" or kind.startswith("Dist")) and not reason.get("own")
+    return said and bool(_PEER_LOSS.search(str(reason.get("message", ""))))
 
 
 def describe(culprit: Running, host: str, node_rank: int, memory: str | None = None) -> Fault:
@@ -83,19 +103,21 @@ def describe(culprit: Running, host: str, node_rank: int, memory: str | None = N
     rank, status, reason = culprit.rank.rank, culprit.status or 0, culprit.reason
     if culprit.left:
         return left_early(host, rank, node_rank)
+    if culprit.lost_a_peer:
+        told = culprit.why.get("message") or thrown(Path(culprit.rank.log))
+        cause = f"lost another rank, which told nobody why ({told})"
+        return Fault("C1", host, cause, "look at the other nodes' logs", ExitCode.NODE_LOST, rank, node_rank)
     if status < 0:
         return _killed(culprit, host, node_rank, memory)
     if "fault" in reason:
         return replace(Fault.from_json(str(reason["fault"])), node_rank=node_rank)
-    message, where = str(reason.get("message", "")), str(reason.get("where", ""))
+    why = culprit.why
+    message, where = str(why.get("message", "")), str(why.get("where", ""))
     if "exit_code" in reason:
         problem, _, remedy = message.rpartition("; ")
         code = ExitCode(int(str(reason["exit_code"])))
         return Fault("CONFIG", host, problem or message, remedy, code, rank, node_rank)
-    cause = _cause(status, str(reason.get("type", "")), message) + (f" ({where})" if where else "")
-    if culprit.lost_a_peer:
-        cause = f"lost another rank, which told nobody why ({message})"
-        return Fault("C1", host, cause, "look at the other nodes' logs", ExitCode.NODE_LOST, rank, node_rank)
+    cause = _cause(status, str(why.get("type", "")), message) + (f" ({where})" if where else "")
     for pattern, number, exit_code, fix in _KNOWN:
         if re.search(pattern, message):
             cause = f"{memory}: {cause}" if memory and number == "E3" else cause
@@ -120,13 +142,16 @@ def _killed(culprit: Running, host: str, node_rank: int, memory: str | None) -> 
 
 def last_words(log: Path) -> str:
     """What a process that crashed in native code wrote last: a C++ exception, and where Python was."""
-    text = last_lines(log, 400)
-    thrown = re.findall(r"what\(\): *(.+)", text)
+    text, said = last_lines(log, 400), thrown(log)
     frames = [frame for thread in threads(text.rpartition("Fatal Python error")[2]) for frame in thread]
     name, line, function = own_frame(frames) if frames else ("", 0, "")
-    return (f": {' '.join(thrown[-1].split())}" if thrown else "") + (
-        f" in {Path(name).name}:{line} in {function}" if name else ""
-    )
+    return (f": {said}" if said else "") + (f" in {Path(name).name}:{line} in {function}" if name else "")
+
+
+def thrown(log: Path) -> str:
+    """What the C++ exception said by which a process ended, or ""."""
+    found = re.findall(r"what\(\): *(.+)", last_lines(log, 400))
+    return " ".join(found[-1].split()) if found else ""
 
 
 def _cause(status: int, kind: str, message: str) -> str:
