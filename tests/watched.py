@@ -170,7 +170,7 @@ class Job:
         assert wait_until(lambda: not self._temporary_files(), 10), self._temporary_files()
         folder = self.run / "checkpoints"
         if folder.is_dir() and (names := sorted(path.name for path in folder.iterdir())):
-            half = [int(name[5:13]) for name in names if name.endswith(".tmp") and not name.endswith(".old.tmp")]
+            half = [int(name[5:13]) for name in names if re.fullmatch(r"step-\d+\.(?!old).+\.tmp", name)]
             whole = [int(name[5:]) for name in names if name.startswith("step-") and name[5:].isdecimal()]
             assert len(half) <= 1 and all(step > max(whole, default=0) for step in half), names
             assert not whole or read(folder / f"step-{max(whole):08d}")["step"] == max(whole)
