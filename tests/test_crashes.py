@@ -146,6 +146,21 @@ finally:
 """
 IN_A_SCRIPT = (
     Hit("", "raise KeyError('label')", "C1", "KeyError: 'label' (train.py:19)", FAILED),
+    # its connections are closed long before it has ended
+    Hit(
+        "",
+        "import atexit; atexit.register(time.sleep, 4); raise ValueError('slow')",
+        "C1",
+        "ValueError: slow (train.py:19)",
+        FAILED,
+    ),
+    Hit(
+        "",
+        "threading.Thread(target=time.sleep, args=(1000,)).start(); raise ValueError('stuck')",
+        "C1",
+        "ValueError: stuck (",
+        FAILED,
+    ),
     Hit("", "sys.exit('no data')", "C1", "exited with 1: no data (train.py:19)", FAILED),
     Hit("", "sys.exit(0)", "D5", "left early with exit code 0", FAILED),
     Hit("", "os._exit(0)", "D5", "left early with exit code 0", FAILED),

@@ -285,6 +285,19 @@ def test_who_is_aborted_by_torch_as_a_peer_is_gone_is_no_cause(what: str, lost: 
     assert not failed(tmp_path, -signal.SIGSEGV, log).lost_a_peer
 
 
+@pytest.mark.parametrize(
+    ("reason", "cause"),
+    [
+        ({"type": "SystemExit", "message": "4"}, "exited with 4"),
+        ({"type": "SystemExit", "message": "no data"}, "exited with 1: no data"),
+        ({"type": "ValueError", "message": "bad"}, "ValueError: bad"),
+    ],
+)
+def test_a_rank_that_has_not_ended_yet_is_told_by_its_reason(reason: dict[str, str], cause: str, tmp_path: Path) -> None:
+    running = replace(failed(tmp_path, 0, **reason), status=None, leaving=7.0)
+    assert told(running).cause == cause and not running.failed and not running.lost_a_peer
+
+
 CRASH = """something before
 terminate called after throwing an instance of 'std::runtime_error'
   what():  bad   size

@@ -21,6 +21,7 @@ PULSE = "TRAINER_PULSE_FD"  # a descriptor of shared memory; set by the node pro
 SIZE = 16 * mmap.PAGESIZE
 _PLACE, _SEQUENCE, _LENGTH = struct.Struct("<QQIIQ"), struct.Struct("<Q"), struct.Struct("<I")
 _ASKED, _TEXT = 1024, 1028  # where the node process asks for the last collectives, and where they are told behind their length
+_LEAVING = 1020  # set by a rank that has left its reason, and only has to end
 _LAST = 10  # collectives that are told
 FOLLOWER = "collectives"  # the name of the thread that looks at them
 _LOOK_SECONDS = 0.5
@@ -99,6 +100,10 @@ class Pulse:
         self.done += 1
         self.enter(phase)
 
+    def leave(self) -> None:
+        """Say that this rank has failed, and has left its reason: what comes now is its way out, which may take its time."""
+        self._memory[_LEAVING] = 1
+
     def follow_collectives(self) -> None:
         """Look at the numbers of the process groups' collectives now and then, from a thread: its rank may be stuck in one."""
         threading.Thread(target=self._follow, daemon=True, name=FOLLOWER).start()
@@ -118,6 +123,11 @@ def read(memory: mmap.mmap) -> Beat:
     """What a rank has last written."""
     step, done, place, phase, progress = _PLACE.unpack_from(memory, 0)
     return Beat(step, done, place, Phase(phase), progress, *_SEQUENCE.unpack_from(memory, _PLACE.size))
+
+
+def leaving(memory: mmap.mmap) -> bool:
+    """Whether a rank has failed, and is on its way out."""
+    return bool(memory[_LEAVING])
 
 
 def ask(memory: mmap.mmap) -> None:

@@ -149,12 +149,15 @@ def _run(rank: Rank, parent: int) -> None:
     if sockets := os.environ.get(SOCKETS):  # else multiprocessing makes one for each process, and each that is killed leaves it
         multiprocessing.current_process()._config["tempdir"] = sockets  # type: ignore[attr-defined]
     answer_when_asked()
-    Pulse.of().follow_collectives()
+    pulse = Pulse.of()
+    pulse.follow_collectives()
     try:
         code = _call(rank)
     except BaseException as error:  # such a handler, in the moment before that
         write_error_file(rank.error_file, error)
         code = 1
+    if code > 0 and code != ExitCode.STOPPED:
+        pulse.leave()
     try:
         threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's own threads, as the interpreter does
         atexit._run_exitfuncs()

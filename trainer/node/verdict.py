@@ -28,6 +28,7 @@ _PEER_LOSS = re.compile(
 
 _MORE_MEMORY = "ask for more memory (resources.memory_gb_per_node), or use fewer loader workers or smaller batches"
 _SHARED_MEMORY = "give the container more /dev/shm (compose: shm_size, Kubernetes: a Memory emptyDir, docker: --shm-size)"
+_LEAVING_SECONDS = 3.0  # for a rank that has failed to end
 SAME_COLLECTIVES = "let every rank call the same collectives in the same order; look for `if rank == 0`"
 _NATIVE = "the dataset crashed in native code: see the log; data.num_workers=0 tells where"
 LEFT = "something in the dataset ends its process: see the log; data.num_workers=0 tells where"
@@ -55,6 +56,7 @@ class Running:
     status: int | None = None  # exit code, or minus the signal that killed it
     ended: float = 0.0
     reason: dict[str, object] = field(default_factory=dict)  # what it left in its error file
+    leaving: float | None = None  # since when it has failed, by its own word, and not ended yet (time.monotonic())
 
     @property
     def failed(self) -> bool:
@@ -76,6 +78,19 @@ class Running:
         if self.status == -signal.SIGABRT:  # NCCL's watchdog ends a process so
             return bool(_PEER_LOSS.search(thrown(Path(self.rank.log))))
         return _tells_of_a_peer(self._first or self.reason)
+
+    @property
+    def stuck(self) -> bool:
+        """It has failed, and what it does on its way out, such as to wait for its own threads, takes long."""
+        return self.status is None and self.leaving is not None and time.monotonic() - self.leaving > _LEAVING_SECONDS
+
+    @property
+    def code(self) -> int:
+        """Its exit code, or minus the signal that killed it; what it is going to be, if it is on its way out."""
+        if self.status is None and self.leaving is not None:
+            told = str(self.reason.get("message", "")) if self.reason.get("type") == "SystemExit" else ""
+            return int(told) if told.isdecimal() else 1
+        return self.status or 0
 
     @property
     def why(self) -> Mapping[str, object]:
@@ -100,7 +115,7 @@ def describe(culprit: Running, host: str, node_rank: int, memory: str | None = N
     Args:
         memory: what the kernel has killed for memory on this node, in words.
     """
-    rank, status, reason = culprit.rank.rank, culprit.status or 0, culprit.reason
+    rank, status, reason = culprit.rank.rank, culprit.code, culprit.reason
     if culprit.left:
         return left_early(host, rank, node_rank)
     if culprit.lost_a_peer:

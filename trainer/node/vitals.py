@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.process import memory_file
-from trainer.pulse import ASKING, PULSE, SIZE, Beat, Phase, answer, ask, read
+from trainer.pulse import ASKING, PULSE, SIZE, Beat, Phase, answer, ask, leaving, read
 
 STACKS = "TRAINER_STACKS_FD"  # where a rank and its loader workers write their stacks when asked to
 _STEP = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.BETWEEN)
@@ -65,6 +65,11 @@ class Vitals:
     def collectives(self) -> list[dict[str, Any]] | None:
         """What it told, oldest first; None if it has not yet, as where a thread keeps Python's lock."""
         return answer(self._memory)
+
+    @property
+    def leaving(self) -> bool:
+        """It has failed, left its reason, and only has to end."""
+        return leaving(self._memory)
 
     def close(self) -> None:
         """Give the memory back."""

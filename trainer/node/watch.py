@@ -107,7 +107,7 @@ class Watch:
             self._reap()
             if self._tail:
                 self._tail.copy()
-            failed = [running for running in self.ranks if running.failed]
+            failed = [running for running in self.ranks if running.failed or (running.stuck and self.node.world_size > 1)]
             if failed and not self._ended_by_stop(failed):
                 return self._judge()
             if all(running.status is not None for running in self.ranks):
@@ -151,6 +151,8 @@ class Watch:
                 running.status, running.ended = os.waitstatus_to_exitcode(status), time.time()
                 running.reason = read_reason(Path(running.rank.error_file))
                 running.vitals.look(time.monotonic(), "Z")
+            elif running.leaving is None and running.vitals.leaving:
+                running.leaving, running.reason = time.monotonic(), read_reason(Path(running.rank.error_file))
 
     def _ended_by_stop(self, failed: list[Running]) -> bool:
         """A script of the user's that does not handle the signal we passed on dies of it: that is a stop, not a fault."""
@@ -170,7 +172,7 @@ class Watch:
         until = time.monotonic() + _SETTLE_SECONDS
         while time.monotonic() < until and any(running.status is None for running in self.ranks):
             self._pause()
-        failed = [running for running in self.ranks if running.failed]
+        failed = [running for running in self.ranks if running.failed or (running.leaving and running.status is None)]
         failed.sort(key=lambda running: (running.lost_a_peer, running.reason.get("time", running.ended)))
         culprit = failed[0]
         if culprit.lost_a_peer and (fault := self._missing_peer() or self._missing_elsewhere()):
