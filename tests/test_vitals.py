@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer.node.ranks import Rank
 from trainer.node.stacks import Stack, threads
+from trainer.node.verdict import Running
 from trainer.node.vitals import Limits, Vitals
 from trainer.pulse import _PLACE, _SEQUENCE, SIZE, Phase, Pulse
 
@@ -187,6 +189,22 @@ def test_an_evaluation_or_a_save_is_not_taken_for_a_slow_step(phase: Phase, watc
     watched.step(1)
     watched.at(Phase.DATA)
     assert watched.left == 120
+
+
+def test_a_rank_that_has_failed_says_so_and_has_three_seconds_to_end(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    running = Running(Rank(0, 0, "train.py", [], {}, "", ""), 77, watched.vitals)
+    watched.step(1)
+    assert not watched.vitals.leaving and not running.stuck
+    watched.pulse.leave()
+    watched.vitals.ask()  # and what else is written there changes nothing
+    watched.step(1)
+    assert watched.vitals.leaving
+    running.leaving = 50.0
+    for now, stuck in ((52.9, False), (53.1, True)):
+        monkeypatch.setattr("time.monotonic", lambda now=now: now)
+        assert running.stuck == stuck
+    running.status = 1
+    assert not running.stuck and running.failed
 
 
 def test_a_stopped_rank_has_the_time_of_a_step_whatever_it_is_at(strict: Watched, watched: Watched) -> None:
