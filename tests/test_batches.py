@@ -3,8 +3,10 @@ import multiprocessing
 import os
 import random
 import resource
+import signal
 import sys
 import threading
+import time
 from itertools import chain
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from torch.utils.data import Dataset
 from tests.conftest import wait_until
 from tests.forked import on_ranks
 from trainer.errors import ConfigError, write_error_file
-from trainer.train.batches import GlobalOrder, Loading, batches, mix
+from trainer.train.batches import GlobalOrder, Loading, _with_exit_codes, batches, mix
 from trainer.train.distributed import World
 
 
@@ -176,6 +178,28 @@ def test_a_worker_that_is_found_dead_is_told_with_its_exit_code() -> None:
     assert wait_until(lambda: not multiprocessing.active_children(), 30)
     with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid \d+\) exited unexpectedly with exit code 0$"):
         list(found)
+
+
+class Breaking:
+    """A loader whose connection to its worker breaks a moment before that is dead."""
+
+    def __init__(self) -> None:
+        worker = multiprocessing.get_context("fork").Process(
+            target=lambda: (time.sleep(0.3), os.kill(os.getpid(), signal.SIGKILL))
+        )
+        worker.start()
+        self._workers = [worker]
+
+    def __iter__(self) -> "Breaking":
+        return self
+
+    def __next__(self) -> None:
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+
+def test_a_worker_that_is_about_to_be_dead_is_waited_for() -> None:
+    with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid \d+\) is killed by signal: Killed$"):
+        list(_with_exit_codes(Breaking()))
 
 
 class Spoilt(Noisy):

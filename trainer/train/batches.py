@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from trainer.train.random_state import random_state_kept, seed_cpu
 logger = logging.getLogger(__name__)
 
 _FEW_FILES = 4096  # open files that a process may have
+_DYING_SECONDS = 1.0  # a connection to a loader worker breaks a moment before that counts as dead
 Sample = tuple[torch.Tensor, Any]
 Chosen = tuple[int, torch.Tensor]  # (epoch, sample indices (B,)): one micro-batch
 Key = tuple[int, int]  # (epoch, index): one sample, as a loader worker is asked for it
@@ -145,9 +147,14 @@ def _with_exit_codes(loaded: Iterator[Any]) -> Iterator[Any]:
     """Of a loader worker that is found dead, also tell how it ended, in torch's words where it hears of it in another way."""
     try:
         yield from loaded
-    except RuntimeError as error:
-        dead = [worker for worker in getattr(loaded, "_workers", ()) if worker.exitcode is not None]
-        if not dead or not str(error).endswith("exited unexpectedly"):
+    except (RuntimeError, OSError, EOFError) as error:
+        known = isinstance(error, RuntimeError) and not str(error).endswith("exited unexpectedly")
+        if known or "Original Traceback" in str(error):
+            raise
+        workers = getattr(loaded, "_workers", ())
+        wait([worker.sentinel for worker in workers], _DYING_SECONDS)
+        dead = [worker for worker in workers if worker.exitcode is not None]
+        if not dead:
             raise
         code = dead[0].exitcode
         how = f"is killed by signal: {signal.strsignal(-code)}" if code < 0 else f"exited unexpectedly with exit code {code}"
