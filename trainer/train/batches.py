@@ -152,7 +152,9 @@ def _with_exit_codes(loaded: Iterator[Any]) -> Iterator[Any]:
         if known or "Original Traceback" in str(error):
             raise
         workers = getattr(loaded, "_workers", ())
-        wait([worker.sentinel for worker in workers], _DYING_SECONDS)
+        ending = wait([worker.sentinel for worker in workers], _DYING_SECONDS)
+        for worker in workers:
+            worker.join(_DYING_SECONDS if worker.sentinel in ending else 0)
         dead = [worker for worker in workers if worker.exitcode is not None]
         if not dead:
             raise
