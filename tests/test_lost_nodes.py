@@ -74,9 +74,9 @@ def test_a_node_process_is_killed(job: Start) -> None:
 
 
 @pytest.mark.ranks
-def test_a_node_process_is_stopped(job: Start) -> None:
-    """Its ranks go on without it, but nobody looks after them any more."""
-    victim = random.randrange(2)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_node_process_is_stopped(victim: int, job: Start) -> None:
+    """Its ranks go on without it, and node 0's store too, but nobody looks after them any more."""
     running = job("watch.stall_seconds=300")
     since = time.monotonic()
     os.kill(running.node_pids[victim], signal.SIGSTOP)

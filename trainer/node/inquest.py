@@ -73,6 +73,11 @@ class Inquest:
         self.roll.beat(self._told_of(sights))
         if self.node.node_rank == 0:
             return self._preside(now)
+        text = self.roll.first_beat()  # its store may answer while it stands still itself
+        if text != self._told[0]:
+            self._told[0], self._since[0] = text, now
+        elif now - self._since[0] > LOST_SECONDS:
+            return self._lost(0, now - self._since[0])
         if not self._testified and any(sight.age > _WAITING_SECONDS for sight in sights) and self.roll.marked("inquest"):
             self._testified = True
             self.roll.testify(self._told_of(self._examine(self.look(time.monotonic()))))

@@ -71,6 +71,10 @@ class Roll:
         """On node 0: what each node has told last, by node rank."""
         return [text.decode() for text in self.ask(lambda: self.store.multi_get(self._keys("beat")))]
 
+    def first_beat(self) -> str:
+        """What node 0 has told last."""
+        return str(self.ask(lambda: self.store.multi_get(["beat/0"]))[0].decode())
+
     def mark(self, name: str) -> None:
         """Say something to all nodes, once. `inquest`: all are to tell what the processes of their ranks are at. `doubt`: ranks
         have lost a peer, and nobody says why."""
