@@ -134,24 +134,18 @@ def cancel(arguments: argparse.Namespace) -> None:
 
 
 def checkpoints(arguments: argparse.Namespace) -> None:
-    """List a run's checkpoints: step, time, size, and whether each is whole."""
-    stored = importlib.import_module("trainer.train.stored")
-    print(stored.listing(_checkpoints(arguments.run)))
+    """List a run's checkpoints: step, time, size, and whether each is whole, damaged or unfinished."""
+    listing = importlib.import_module("trainer.train.listing")
+    print(listing.listing(runs.checkpoints_of(arguments.run)))
 
 
 def export(arguments: argparse.Namespace) -> None:
     """Write a run's weights for use elsewhere: a plain state dict, as .safetensors or by torch.save."""
     weights = importlib.import_module("trainer.train.weights")
-    folder = _checkpoints(arguments.run)
-    chosen, count = weights.export(folder, Path(arguments.out), arguments.step, not arguments.no_average)
+    chosen, count = weights.export(
+        runs.checkpoints_of(arguments.run), Path(arguments.out), arguments.step, not arguments.no_average
+    )
     print(f"{arguments.out}: {count} tensors of {_short(chosen)}")
-
-
-def _checkpoints(run: str | None) -> Path:
-    """A run's checkpoints; any folder that has some will do, also one that no `submit` made."""
-    if run and (Path(run) / "checkpoints").is_dir():
-        return Path(run) / "checkpoints"
-    return jobs.Job.of(run).folder / "checkpoints"
 
 
 def lint(arguments: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
@@ -16,10 +17,36 @@ class Checkpoint(Section):
     """Save every so many optimizer steps; the end and a stop signal save too."""
     keep_last: Annotated[int, Field(json_schema_extra={"minimum": 2})] = 3
     """How many to keep; at least 2, so that a damaged newest one has one before it."""
+    folder: Annotated[str, Field(min_length=1)] | None = None
+    """A URL to keep them at, one for each run: s3://bucket/path, gs://..., any that fsspec knows (extra `remote`); null:
+    RUN/checkpoints."""
+    local_folder: Annotated[str, Field(min_length=1)] | None = None
+    """A folder on each node's own disk, such as /tmp: a part that is written there lets training and the next save go on, and is
+    copied on behind it. null: none (with checkpoint.folder: RUN/local)."""
     on_failure: Literal["stop", "continue"] = "stop"
     """What a save that failed (no space, storage that cannot be written) does to the run. The checkpoints before it stand."""
     resume: Literal["auto", "required"] = "auto"
-    """auto: go on from the newest whole checkpoint if there is one; required: refuse to start at step 0."""
+    """auto: go on from the newest whole checkpoint, if there is one; not if all are damaged; required: never start at step 0."""
+
+    @field_validator("folder")
+    @classmethod
+    def _url(cls, folder: str | None) -> str | None:
+        if folder is not None and (not re.match(r"[a-z][a-z0-9+.]*://.", folder) or "::" in folder):
+            raise ValueError(
+                f"checkpoint.folder={folder}: is no URL; write one such as s3://bucket/path, or null for RUN/checkpoints"
+            )
+        if folder is not None and folder.startswith("memory:"):
+            raise ValueError(f"checkpoint.folder={folder}: is gone when the process ends; use s3://, gs:// or file://")
+        return folder
+
+    @field_validator("local_folder")
+    @classmethod
+    def _on_each_node(cls, folder: str | None) -> str | None:
+        if folder is not None and not folder.startswith(("/", "~")):
+            raise ValueError(
+                f"checkpoint.local_folder={folder}: is not the same place on every node (only ~ is expanded); write a full path"
+            )
+        return folder
 
     @field_validator("keep_last")
     @classmethod

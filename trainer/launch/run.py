@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from trainer.errors import ConfigError, ExitCode
+from trainer.settings import load_config
 
 
 class UnreachableError(ConfigError):
@@ -139,3 +140,14 @@ def find_run(name: str | None) -> Run:
         if folder.is_dir():
             return Run(folder)
     raise ConfigError(f"RUN={name}: no such run folder; see ls runs/")
+
+
+def checkpoints_of(name: str | None) -> Path | str:
+    """Folder or URL of a run's checkpoints; any folder that has some will do, also one that no `submit` made.
+
+    Raises:
+        ConfigError: there is no such run.
+    """
+    folder = Path(name) if name and (Path(name) / "checkpoints").is_dir() else find_run(name).folder
+    config = folder / "config.yaml"
+    return (load_config(config).checkpoint.folder if config.is_file() else None) or folder / "checkpoints"

@@ -222,7 +222,8 @@ class _Node:
         self.record.attempt = roll.attempt
         self.record.begin(node.node_rank, node.host, node.nnodes, node.source)
         code, fault = attempt.run(node, roll.attempt, work, self.guard, watcher)
-        again = fault is not None and self.restarts.wanted(fault, config.entrypoint == TRAIN, self.folder.newest_checkpoint())
+        seen = config.entrypoint == TRAIN and not config.checkpoint.folder
+        again = fault is not None and self.restarts.wanted(fault, seen, self.folder.newest_checkpoint())
         if fault and again:
             self.record.restart(node.node_rank, node.host, self.restarts.done, fault)
         else:

@@ -77,8 +77,7 @@ def train(config: Config, world: World, pulse: Pulse) -> int:
     if world.rank == 0:
         _keep_config(config, folder)
     with ExitStack() as stack:
-        keep_last, go_on = config.checkpoint.keep_last, config.checkpoint.on_failure == "continue"
-        saver = stack.enter_context(closing(Checkpointer(folder / "checkpoints", world, keep_last, go_on)))
+        saver = stack.enter_context(closing(_saver(config, world)))
         stop = stack.enter_context(StopSignal(world, Path(config.stop_file), end, lambda: saver.seconds))
         training, evaluation = _data(config)
         loading, micro = _loading(config, world), config.training.micro_batch_size
@@ -92,9 +91,16 @@ def train(config: Config, world: World, pulse: Pulse) -> int:
         _resume(config, loop, saver, order.samples)
         if world.rank == 0 and (doubt := check_disk(saver.folder, loop.states, saver.keep_last)):
             logger.warning(f"warning: {doubt}")
-        _tell(config, world, order, loop, total)
+        if world.rank == 0:
+            _tell(config, world, order, loop, total)
         run = Run(world, order, total, loop, saver, training, evaluation, _cadence(config), loading)
         return ExitCode.STOPPED if run.go(stop, folder, config.training.tensorboard) else ExitCode.DONE
+
+
+def _saver(config: Config, world: World) -> Checkpointer:
+    options, run = config.checkpoint, Path(config.folder)
+    local = options.local_folder or (str(run / "local") if options.folder else None)
+    return Checkpointer(options.folder or run / "checkpoints", world, options.keep_last, options.on_failure == "continue", local)
 
 
 def _patience(config: Config) -> float:
@@ -106,7 +112,7 @@ def _patience(config: Config) -> float:
 
 
 def _data(config: Config) -> tuple[Dataset[Any], Dataset[Any] | None]:
-    assert config.data is not None
+    assert config.data
     return split(config.data.target, targets.call("data", config.data.target, config.data.args))
 
 
@@ -120,8 +126,7 @@ def _order(config: Config, world: World, samples: int) -> GlobalOrder:
 
 
 def _total_steps(config: Config, order: GlobalOrder) -> int:
-    total = config.training.epochs * order.steps_per_epoch
-    return min(total, config.training.max_steps or total)
+    return min(config.training.epochs * order.steps_per_epoch, config.training.max_steps or sys.maxsize)
 
 
 def _loop(config: Config, world: World, order: GlobalOrder, total: int) -> Loop:
@@ -144,17 +149,16 @@ def _loop(config: Config, world: World, order: GlobalOrder, total: int) -> Loop:
 
 def _exchange(config: Config) -> ExchangeOptions:
     assert config.model is not None
-    ddp, find = config.ddp, config.model.find_unused_parameters
-    return ExchangeOptions(ddp.engine, ddp.compress, ddp.bucket_mb, ddp.static_graph, find)
+    ddp = config.ddp
+    return ExchangeOptions(ddp.engine, ddp.compress, ddp.bucket_mb, ddp.static_graph, config.model.find_unused_parameters)
 
 
 def _model(config: Config, world: World) -> nn.Module:
     assert config.model is not None
     target = config.model.target
     function = targets.resolve("model", target)
-    extra: dict[str, Any] = {}
-    if "devices" in inspect.signature(function).parameters:
-        extra["devices"] = list(world.devices)
+    own = "devices" in inspect.signature(function).parameters
+    extra: dict[str, Any] = {"devices": list(world.devices)} if own else {}
     model: nn.Module = targets.call("model", target, config.model.args, **extra)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model.target={target}: returned a {type(model).__name__}; it must return a torch.nn.Module")
@@ -205,8 +209,6 @@ def _resume(config: Config, loop: Loop, saver: Checkpointer, samples: int) -> No
 
 
 def _tell(config: Config, world: World, order: GlobalOrder, loop: Loop, total: int) -> None:
-    if world.rank != 0:
-        return
     size = sum(p.numel() for p in loop.bare.parameters())
     logger.info(
         f"{config.name}: {world.world_size} ranks on {world.device.type}, {config.training.precision}, {size:,} parameters, "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import torch
 import trainer
 from trainer.process import memory_file, signal_name
 from trainer.train.stop import SIGNALS
+from trainer.train.writer import Lines
 
 # This kit's own `trainer`, also where the user has a trainer.py in the folder of the run.
 _START = """
@@ -85,27 +85,23 @@ class Writer:
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        self._size = 0
+        self._answers = Lines(self._pipe(self._process.stdout).fileno())
 
     def ask(self, request: Mapping[str, Any]) -> None:
         """Send a request."""
-        self._size = request.get("size", self._size)
         pipe = self._pipe(self._process.stdin)
         with suppress(BrokenPipeError):  # its end is noticed when it does not answer
             pipe.write(json.dumps(request).encode() + b"\n")
             pipe.flush()
 
     def answer(self, seconds: float) -> dict[str, Any] | None:
-        """What came of the last save; None if it is not done within so many seconds."""
-        pipe = self._pipe(self._process.stdout)
-        if not select.select([pipe], [], [], seconds)[0]:
-            return None
-        if line := pipe.readline():
-            answer: dict[str, Any] = json.loads(line)
-            return {**answer, "size": self._size}
-        code = self._process.wait()
-        how = f"the writer process ended with {code}" if code >= 0 else f"the writer got {signal_name(-code)}"
-        return {"error": how, "dead": True}
+        """The next of its answers, each with the `step` it is about; None if none comes within so many seconds."""
+        try:
+            return self._answers.get(seconds)
+        except EOFError:
+            code = self._process.wait()
+            how = f"the writer process ended with {code}" if code >= 0 else f"the writer got {signal_name(-code)}"
+            return {"error": how, "dead": True}
 
     def close(self) -> None:
         """End it, whatever it does."""

@@ -2,57 +2,69 @@
 
 Every rank has a writer process (see `writer`) and memory that both share (see `behind`). A save copies this rank's share of the
 state there, behind the next step's forward and backward pass, and `join` ends that before the weights change; the rest happens
-beside the training. Parts become a checkpoint by a rename once all are on disk; sha256 tells damage before one is used.
+beside the training. Parts become a checkpoint once all are where it lies (see `place`); sha256 tells damage before one is used.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
+import socket
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trainer.errors import ConfigError, ExitCode, Fault, FaultError
 from trainer.train.behind import Arena, Writer
 from trainer.train.distributed import World
-from trainer.train.parts import REST, Layout, from_bytes, lay_out, read, share_out, take_apart, to_bytes
-from trainer.train.stored import name_of, newest_of, remove, staging_name, staging_steps
+from trainer.train.flight import Flight, Save
+from trainer.train.loading import Loading, in_turns
+from trainer.train.local import Local, local_place
+from trainer.train.parts import REST, Layout, from_bytes, lay_out, share_out, take_apart, to_bytes
+from trainer.train.place import place_of
 
 logger = logging.getLogger(__name__)
 
-_TURN_SECONDS = 5.0  # ranks that wait for a slow disk tell each other so, well within the limit of one collective
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-
 
 class Checkpointer:
-    """Saves and loads in one folder that all ranks see. Every rank has one, and calls `save`, `finish` and `load` alike."""
+    """Saves and loads in one place that all ranks see. Every rank has one, and calls `save`, `finish` and `load` alike."""
 
-    def __init__(self, folder: Path, world: World, keep_last: int = 3, go_on: bool = False) -> None:
+    def __init__(
+        self, folder: Path | str, world: World, keep_last: int = 3, go_on: bool = False, local_folder: str | None = None
+    ) -> None:
         """
         Args:
+            folder: of the checkpoints, or their URL.
             go_on: after a save that failed: warn and train on, instead of ending the run.
+            local_folder: on this node's own disk; a part that is there lets the next save begin.
+
+        Raises:
+            ConfigError: what a URL of this kind needs is not installed.
         """
-        self.folder, self.world, self.keep_last, self.go_on = folder, world, keep_last, go_on
-        self.seconds = 0.0  # the longest that writing one has taken
+        scratch = Path(local_folder or tempfile.gettempdir()).expanduser()
+        self._scratch = scratch / f"ddp-job-kit-download-{socket.gethostname()}-{os.getuid()}-{world.rank - world.local_rank}"
+        self.folder, self.place = folder, place_of(folder, self._scratch)
+        self.world, self.keep_last = world, keep_last
         self._mark = f"{time.time_ns() ^ os.getpid():x}"
-        self._marked = not world.grouped  # whether all ranks have the same: it keeps this start's files apart from others'
-        self._writer: Writer | None = None
+        self._prepared, self._local_folder = False, local_folder
+        self._local: Local | None = None
         self._arena = Arena(pinned=world.device.type == "cuda")
         self._copying: threading.Thread | None = None
-        self._saves = 0
-        self._step: int | None = None  # of the save in flight
-        self._staging = folder
-        self._answer: dict[str, Any] | None = None  # what came of this rank's part of it
+        self._begun = 0
+        self._flight = Flight(world, self.place, go_on, local_folder)
+
+    @property
+    def seconds(self) -> float:
+        """The longest that writing one has taken."""
+        return self._flight.seconds
 
     def save(self, step: int, state: dict[str, Any], own: dict[str, Any], behind: bool = False) -> None:
-        """Begin to save. A save in flight is waited for.
+        """Begin to save. A save in flight is waited for; with a local folder until it is there, and the one before it is whole.
 
         Args:
             step: optimizer steps done.
@@ -61,17 +73,21 @@ class Checkpointer:
             behind: the caller sees to it that tensors in `state` stay as they are until `join`.
 
         Raises:
-            FaultError: the save before this one has failed.
+            FaultError: the save before this one, or with a local folder the one before that, has failed.
         """
-        self.finish()
-        if self._is_there(step):
+        started, before = time.monotonic(), self._flight.saves[0].step if self._flight.saves else step
+        self.join()
+        self._flight.settle(1 if self._local else 0)
+        self._flight.tell_wait(step, before, time.monotonic() - started)
+        self._prepare()
+        if any(each.step == step for each in self._flight.saves) or self._is_there(step):
             return
-        self._step, self._answer, self._saves = step, None, self._saves + 1
-        self._staging = self.folder / staging_name(step, f"{self._mark}-{self._saves}")
+        self._begun += 1
+        self._flight.saves.append(Save(step, f"{self._mark}-{self._begun}"))
         try:
             self._begin({**state, "step": step}, own)
         except Exception as error:  # the other ranks are to hear of it, and not to wait for this part
-            self._answer = _failure(error)
+            self._flight.saves[-1].answer = _failure(error)
         if not behind:
             self.join()
 
@@ -82,104 +98,62 @@ class Checkpointer:
             self._copying = None
 
     def finish(self) -> bool:
-        """Wait until the save in flight is whole on disk, or has failed; returns whether it is whole.
+        """Wait until all saves in flight are whole where checkpoints lie, or have failed; returns whether they are whole.
 
         Raises:
-            FaultError: it failed (unless the run is to go on): the same on every rank.
+            FaultError: one failed (unless the run is to go on): the same on every rank.
         """
         self.join()
-        if self._step is None:
-            return True
-        while True:
-            if self._answer is None and self._writer:
-                self._answer = self._writer.answer(_TURN_SECONDS)
-            mine = self._answer or {}
-            pending, failed = self.world.largest_numbers(self._answer is None, "error" in mine)
-            if not pending:
-                break
-            if failed and self._answer is None and self._writer and self.world.rank == 0:
-                self._writer.ask({"abandon": self._step})
-        step, self._step = self._step, None
-        if mine.get("dead") and self._writer:
-            self._writer.close()
-            self._writer = None
-        if failed:
-            self._failed(step, mine)
-        else:
-            self.seconds = max(self.seconds, mine["seconds"])
-        return not failed
+        good = self._flight.settle(0)
+        if good and self._local and self._flight.writer and self._begun:
+            self._flight.writer.ask({"drop": str(self._local.folder), "rank": self.world.rank})
+        return good
 
     def load(self, required: bool = False) -> dict[str, Any] | None:
         """The newest whole checkpoint's state, on the CPU, the same on all ranks; None if there is none.
 
         Raises:
-            ConfigError: `required` and there is none, or this rank cannot see the one that rank 0 chose.
+            ConfigError: `required` and there is none, all are damaged, or this rank cannot see the one that rank 0 chose.
         """
         self.finish()
-        name, wrong = self._from_rank_0(self._newest)
-        if wrong:
-            raise ConfigError(f"run_dir: {wrong}; start again when the storage answers")
-        if name is None:
-            if required:
-                raise ConfigError(
-                    f"checkpoint.resume=required: no whole checkpoint in {self.folder}; correct run_dir or set auto"
-                )
-            logger.info("no checkpoint in %s: starting at step 0", self.folder)
-            return None
-        path = self.folder / name
-        try:
-            state = read(path)
-        except (OSError, ValueError, KeyError) as error:
-            where = f"{getattr(error, 'filename', None) or path} cannot be read on {self.world.host} ({error})"
-            raise ConfigError(f"run_dir: {where}; put run_dir on storage that all nodes share") from None
-        logger.info("resuming at step %d from %s", state["step"], path)
-        return state
+        self._prepare()
+        return Loading(self.world, self.place, self._local, self.keep_last, self._mark).load(required)
 
     def close(self) -> None:
         """End the writer; a save that has not been waited for is lost."""
         if self._copying:
             self._copying.join()
-        if self._writer:
-            self._writer.close()
+        if self._flight.writer:
+            self._flight.writer.close()
         self._arena.close()
 
-    def _from_rank_0(self, work: Callable[[], Any]) -> Any:
-        """Rank 0's result of work that may take longer than one collective may."""
-        found: list[Any] = []
-        working = threading.Thread(target=lambda: found.append(work()), daemon=True)
-        if self.world.rank == 0:
-            working.start()
-        while True:
-            if self.world.rank == 0:
-                working.join(_TURN_SECONDS)
-            (pending,) = self.world.largest_numbers(working.is_alive())
-            if not pending:
-                return self.world.from_rank_0(found[0] if found else None)
-
-    def _newest(self) -> tuple[str | None, str | None]:
-        """Name of the newest whole checkpoint, if there is one; or why that cannot be told."""
-        try:
-            for path, _ in staging_steps(self.folder):  # of a start that was killed
-                remove(path)
-            found = newest_of(self.folder, logger.warning)
-        except OSError as error:
-            return None, str(error)
-        return (None if found is None else name_of(found)), None
+    def _prepare(self) -> None:
+        """Have what all ranks need alike: it keeps this start's files apart from others'."""
+        if self._prepared:
+            return
+        wanted = self.world.rank == 0 and self._local_folder is not None
+        identity, wrong = in_turns(self.world, self.place.identity if wanted else None)
+        self._mark, identity = self.world.from_rank_0((self._mark, identity))
+        if self._local_folder and identity:
+            self._local = Local(local_place(self._local_folder, str(self.place), identity))
+        elif wrong:  # the first save will say it if that lasts
+            logger.warning("warning: checkpoint.local_folder is not used: %s: %s", self.place, wrong)
+        self._prepared = True
 
     def _is_there(self, step: int) -> bool:
         """Whether a run that went on from an older checkpoint has come to one that is there already."""
-        if not self._marked:
-            self._mark, self._marked = self.world.from_rank_0(self._mark), True
-        (exists,) = self.world.largest_numbers(self.world.rank == 0 and (self.folder / name_of(step)).exists())
-        there = bool(exists) and self._from_rank_0(lambda: self._is_whole(step))
+        exists = False
+        if self.world.rank == 0:
+            with suppress(OSError):
+                exists = self.place.exists(step)
+        there = False
+        if self.world.largest_numbers(exists)[0]:
+            found, _ = in_turns(self.world, (lambda: self.place.newest(logger.warning, step)) if self.world.rank == 0 else None)
+            there = self.world.from_rank_0(found == step)
+            self.place.forget()
         if there and self.world.rank == 0:
             logger.info("checkpoint of step %d is there already", step)
-        return bool(there)
-
-    def _is_whole(self, step: int) -> bool:
-        with suppress(OSError):
-            return newest_of(self.folder, logger.warning, step) == step
-        return False
+        return there
 
     def _begin(self, state: dict[str, Any], own: dict[str, Any]) -> None:
         """Lay this rank's part out, and start to copy."""
@@ -189,13 +163,13 @@ class Checkpointer:
             rest["state"] = stripped
         mine = {name: tensors[name] for name in share_out(tensors, self.world.world_size)[self.world.rank]}
         content = to_bytes(rest)
-        if self._saves == 1:  # what could not be loaded is told now and not at a resume
+        if self._begun == 1:  # what could not be loaded is told now and not at a resume
             from_bytes(content)
         layout = lay_out(mine, len(content))
         self._arena.reserve(layout.size)
         self._arena.put(0, layout.header)
         self._arena.put(layout.offsets[REST], content)
-        self._writer = self._writer or Writer(self._arena)
+        self._flight.writer = self._flight.writer or Writer(self._arena)
         ready = [torch.cuda.current_stream(device).record_event() for device in self._gpus]
         self._copying = threading.Thread(target=self._copy, args=(mine, layout, ready), daemon=True)
         self._copying.start()
@@ -216,31 +190,17 @@ class Checkpointer:
                     self._arena.copy(layout.offsets[name], tensor)
                 for stream in streams:
                     stream.synchronize()
-            assert self._writer is not None
-            place = {"rank": self.world.rank, "ranks": self.world.world_size, "keep_last": self.keep_last}
-            self._writer.ask({"step": self._step, "staging": str(self._staging), "size": layout.size, **place})
+            assert self._flight.writer is not None
+            self._flight.writer.ask(self._request(layout.size))
         except Exception as error:
-            self._answer = _failure(error)
+            self._flight.saves[-1].answer = _failure(error)
 
-    def _failed(self, step: int, answer: Mapping[str, Any]) -> None:
-        """Every rank learns the one reason."""
-        told = self.world.gather((answer.get("abandoned", False), self._fault(step, answer)) if "error" in answer else None)
-        faults = sorted((each for each in told if each), key=lambda each: each[0])  # first those that did not only give up
-        fault = self.world.from_rank_0(faults[0][1] if faults else None)
-        if self.world.rank == 0:
-            remove(self._staging)  # all writers are idle
-        if not self.go_on:
-            raise FaultError(fault)
-        if self.world.rank == 0:
-            logger.warning("%s; going on, as checkpoint.on_failure=continue says", fault.cause)
-
-    def _fault(self, step: int, answer: Mapping[str, Any]) -> Fault:
-        free, size = answer.get("free"), answer.get("size")
-        space = f": {free / 1e6:.1f} MB free, {size / 1e6:.1f} MB needed" if free is not None and size else ""
-        words = f"no space{space}" if answer.get("errno") in _NO_SPACE else answer["error"]
-        cause = f"the checkpoint of step {step} could not be written to {self.folder}: {words}; those before it stand"
-        fix = "make room there, or correct what is wrong with the storage, and start again to go on"
-        return Fault("G2", self.world.host, cause, fix, ExitCode.RANK_FAILED, self.world.rank)
+    def _request(self, size: int) -> dict[str, Any]:
+        """For the newest save."""
+        save, local = self._flight.saves[-1], str(self._local.folder) if self._local else None
+        place = {"place": str(self.place), "scratch": str(self._scratch), "local": local, "keep_last": self.keep_last}
+        who = {"rank": self.world.rank, "ranks": self.world.world_size}
+        return {"step": save.step, "mark": save.mark, "size": size, **who, **place}
 
 
 def _failure(error: Exception) -> dict[str, Any]:

@@ -51,25 +51,27 @@ def check_shared_memory(dataset: Dataset[Any], batch: int, loading: Loading, wor
     raise FaultError(Fault("E1", world.host, cause, fix, ExitCode.REFUSED, world.rank))
 
 
-def check_disk(folder: Path, states: Sequence[Mapping[str, Any]], keep_last: int) -> str | None:
+def check_disk(folder: Path | str, states: Sequence[Mapping[str, Any]], keep_last: int) -> str | None:
     """On rank 0: whether the run folder's disk holds checkpoints of at least these states (an optimizer has none before a step).
 
     Returns:
-        A warning, if it holds one but not all that are to be kept.
+        A warning, if it holds one but not all that are to be kept and one more: the oldest goes when the newest is whole.
 
     Raises:
         FaultError: it does not hold a single one.
     """
+    if isinstance(folder, str):  # a URL: nobody knows how much it holds
+        return None
     need = sum(value.nbytes for state in states for value in state.values() if isinstance(value, torch.Tensor))
     there = [path for path in folder.rglob("*") if path.is_file()]
     free = _free(next(place for place in (folder, *folder.parents) if place.exists()))
-    if need * keep_last <= free + sum(path.stat().st_size for path in there):
+    if need * (keep_last + 1) <= free + sum(path.stat().st_size for path in there):
         return None
     cause = f"{folder}: {free / _MIB:.0f} MiB free, one checkpoint needs {need / _MIB:.0f} MiB or more"
     if need > free:
         fix = "make room there, or use another run_dir"
         raise FaultError(Fault("G2", socket.gethostname(), f"no space for a checkpoint in {cause}", fix, ExitCode.REFUSED, 0))
-    return f"{cause}, and checkpoint.keep_last={keep_last}; make room there"
+    return f"{cause}, and checkpoint.keep_last={keep_last} needs {keep_last + 1} of them while one is written; make room there"
 
 
 def _free(place: Path) -> int:

@@ -13,14 +13,22 @@ import hashlib
 import json
 import re
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-
-from trainer.errors import ConfigError
+from typing import NamedTuple
 
 MANIFEST, LATEST = "manifest.json", "latest"
+DAMAGED, UNFINISHED = "damaged", "unfinished"
+
+
+class Row(NamedTuple):
+    """One line of a listing."""
+
+    step: int
+    how: str  # whole, damaged (and what is wrong), unfinished, or why that cannot be told
+    size: int  # bytes
+    saved: float  # seconds since 1970
 
 
 def name_of(step: int) -> str:
@@ -87,7 +95,7 @@ def newest_of(folder: Path, warn: Callable[[str], None], step: int | None = None
                 warn(f"using the checkpoint of step {number}; {found[-1] - number} steps are lost")
             return number
         warn(f"checkpoint of step {number} is damaged: {wrong}")
-        aside = (folder / name_of(number)).with_suffix(".damaged")
+        aside = (folder / name_of(number)).with_suffix(f".{DAMAGED}")
         remove(aside)
         (folder / name_of(number)).rename(aside)
     return None
@@ -118,36 +126,27 @@ def problem(checkpoint: Path) -> str | None:
     return None
 
 
-def newest_whole(folder: Path, step: int | None = None) -> Path:
-    """The newest whole checkpoint, or that of a step.
+def rows(folder: Path) -> Iterator[Row]:
+    """All that is in a folder, the newest step first: checkpoints, and what is damaged or unfinished.
 
     Raises:
-        ConfigError: there is none.
+        OSError: the folder cannot be read now.
     """
-    for number in reversed(steps(folder)):
-        if step in (None, number) and _told(folder / name_of(number)) == "whole":
-            return folder / name_of(number)
-    which = "no whole checkpoint" if step is None else f"no whole checkpoint of step {step}"
-    raise ConfigError(f"{folder}: {which} there; see trainer checkpoints")
-
-
-def listing(folder: Path) -> str:
-    """All checkpoints as a table: step, age, size, and whether whole."""
-    found = steps(folder)
-    if not found:
-        raise ConfigError(f"{folder}: no checkpoint there yet; checkpoint.every_steps says how often one is written")
-    lines = [f"{'step':>10}  {'saved':19}  {'MB':>10}  "]
-    for step in found:
-        checkpoint = folder / name_of(step)
-        size = sum(file_size(path) for path in checkpoint.iterdir())
-        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(checkpoint.stat().st_mtime))
-        lines.append(f"{step:10d}  {saved}  {size / 1e6:10.1f}  {_told(checkpoint)}")
-    return "\n".join(lines)
+    found = [(step, folder / name_of(step), "") for step in steps(folder)]
+    found += [(step, path, UNFINISHED) for path, step in staging_steps(folder)]
+    for path in folder.glob("step-*.damaged"):
+        if match := re.fullmatch(r"step-(\d{8,})\.damaged", path.name):
+            found.append((int(match[1]), path, DAMAGED))
+    for step, path, how in sorted(found, reverse=True):
+        with suppress(FileNotFoundError):  # a run that goes on has renamed or dropped it meanwhile
+            size = sum(file_size(file) for file in path.iterdir())
+            yield Row(step, how or _told(path), size, path.stat().st_mtime)
 
 
 def _told(checkpoint: Path) -> str:
     try:
-        return problem(checkpoint) or "whole"
+        wrong = problem(checkpoint)
+        return f"{DAMAGED}: {wrong}" if wrong else "whole"
     except OSError as error:
         return f"cannot be read: {error}"
 

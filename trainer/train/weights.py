@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import torch
 from torch import nn
 
 from trainer.errors import ConfigError
+from trainer.train.listing import whole_or_refused
 from trainer.train.parts import read
-from trainer.train.stored import newest_whole
+from trainer.train.place import place_of
 
 SAFE = ".safetensors"
 # What wrappers put in front of names, and the keys under which others keep a state dict.
@@ -21,11 +23,11 @@ _KEYS = ("model", "state_dict", "model_state_dict", "module")
 _SHOWN = 3
 
 
-def export(checkpoints: Path, out: Path, step: int | None = None, average: bool = True) -> tuple[Path, int]:
+def export(checkpoints: Path | str, out: Path, step: int | None = None, average: bool = True) -> tuple[Path, int]:
     """Write a checkpoint's weights for use elsewhere: `model.load_state_dict(torch.load(out), strict=True)` takes them.
 
     Args:
-        checkpoints: a run's folder of them.
+        checkpoints: a run's folder of them, or their URL.
         out: a .safetensors file, or any other name for torch.save.
         step: of the checkpoint; None: the newest whole one.
         average: the exponential moving average, if the run kept one.
@@ -36,11 +38,12 @@ def export(checkpoints: Path, out: Path, step: int | None = None, average: bool 
     Raises:
         ConfigError: there is none, or the file cannot be written.
     """
-    chosen = newest_whole(checkpoints, step)
-    try:
-        state = read(chosen)
-    except OSError as error:
-        raise ConfigError(f"{error.filename or chosen}: {error.strerror or error}; choose another --step") from None
+    with tempfile.TemporaryDirectory() as scratch:
+        chosen = whole_or_refused(place_of(checkpoints, Path(scratch)), step)
+        try:
+            state = read(chosen)
+        except OSError as error:
+            raise ConfigError(f"{error.filename or chosen}: {error.strerror or error}; choose another --step") from None
     weights = {name: value.contiguous() for name, value in ((average and state["average"]) or state["model"]).items()}
     partial = out.with_name(f".{out.name}.tmp")
     try:
