@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -14,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import wait_until
 from tests.forked import on_ranks
 from tests.test_checkpoint import in_writer, small_disk, state  # noqa: F401 (a fixture)
 from trainer.errors import ConfigError, FaultError
@@ -178,7 +176,9 @@ def test_a_shared_folder_that_cannot_be_written_is_a_fault_although_the_disk_can
     code = "if 'checkpoints' in os.readlink(f'/proc/self/fd/{fd}'): raise OSError(5, 'Input/output error')"
     monkeypatch.setenv("PYTHONPATH", str(folder))
     with closing(saver(folder)) as checkpoints:
-        (folder / "sitecustomize.py").write_text(f"import os\nreal = os.fsync\ndef bad(fd):\n    {code}\n    real(fd)\nos.fsync = bad")
+        (folder / "sitecustomize.py").write_text(
+            f"import os\nreal = os.fsync\ndef bad(fd):\n    {code}\n    real(fd)\nos.fsync = bad"
+        )
         checkpoints.save(1, state(1), {})
         with pytest.raises(FaultError, match="the checkpoint of step 1 could not be written to .*Input/output error"):
             checkpoints.finish()
@@ -194,7 +194,9 @@ def test_storage_that_does_not_take_them_now_leaves_them(folder: Path, monkeypat
         local = checkpoints._local
         assert local is not None
         local.put(15, "x", 0, 1, memoryview(b"part"))
-        monkeypatch.setattr(checkpoints.place, "put", lambda *given: (_ for _ in ()).throw(OSError(errno.ESTALE, "Stale file handle")))
+        monkeypatch.setattr(
+            checkpoints.place, "put", lambda *given: (_ for _ in ()).throw(OSError(errno.ESTALE, "Stale file handle"))
+        )
         with pytest.raises(ConfigError, match="Stale file handle; start again when the storage answers"):
             checkpoints.load()
         assert len(parts(folder / "disk")) == 1

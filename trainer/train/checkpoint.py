@@ -105,8 +105,8 @@ class Checkpointer:
         """
         self.join()
         good = self._flight.settle(0)
-        if good and self._local and self._flight.writer and self._begun:
-            self._flight.writer.ask({"drop": str(self._local.folder), "rank": self.world.rank})
+        if good and self._local and self._begun:
+            self._local.drop(self.world.rank)  # the writer is idle
         return good
 
     def load(self, required: bool = False) -> dict[str, Any] | None:

@@ -81,8 +81,8 @@ class Local:
 
     def drop(self, rank: int) -> None:
         """Delete all of a rank's parts; the folder too, if nothing is left in it."""
-        for path in self.folder.glob(f"step-*.part-{rank:05d}.*"):
-            path.unlink(missing_ok=True)
+        for step in {entry["step"] for entry in self.held() if entry["rank"] == rank}:
+            self._remove(step, rank)
         with suppress(OSError):
             self.folder.rmdir()
 

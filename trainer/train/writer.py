@@ -81,8 +81,6 @@ class Bringer:
         """Serve a request as far as the rank has to wait for it."""
         if "abandon" in request:
             self._given_up.add(request["abandon"])
-        elif "drop" in request:
-            Local(Path(request["drop"])).drop(request["rank"])
         elif "step" in request:
             started = time.monotonic()
             self._work.put((request, self._keep(request), started))
