@@ -3,6 +3,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import tempfile
@@ -19,13 +20,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from tests.conftest import wait_until
 from tests.forked import on_ranks
 from trainer.errors import ConfigError, FaultError
-from trainer.train import stored
+from trainer.node.stacks import collect
+from trainer.train import room, stored
 from trainer.train.behind import Arena
 from trainer.train.checkpoint import Checkpointer
 from trainer.train.distributed import World
-from trainer.train.listing import listing
+from trainer.train.listing import listing, whole_or_refused
 from trainer.train.parts import REST, lay_out, read, share_out, take_apart, to_bytes
 from trainer.train.random_state import random_state, seed_all, set_random_state
 from trainer.train.stored import MANIFEST, part_name, steps
@@ -415,3 +418,80 @@ def test_the_random_state_goes_on_where_it_was(folder: Path, saver: Any) -> None
     assert found is not None
     set_random_state(found["ranks"][0]["random"])
     assert (torch.rand(3).tolist(), random.random(), numpy.random.rand()) == expected
+
+
+@pytest.mark.ranks
+def test_writers_that_only_wait_for_a_part_look_idle_and_the_one_that_hangs_does_not(folder: Path) -> None:
+    """Whoever looks for the culprit of a save that does not end sees it so."""
+    (folder / "sitecustomize.py").write_text(
+        "import os\nif os.environ.get('CULPRIT'):\n  import time\n  os.fsync = lambda fd: time.sleep(600)"
+    )
+
+    def train(world: World) -> bool:
+        os.environ.update({"PYTHONPATH": str(folder)} | ({"CULPRIT": "1"} if world.rank == 1 else {}))
+        with closing(Checkpointer(folder / "checkpoints", world)) as checkpoints:
+            checkpoints.save(4, state(4), {})
+            writer = checkpoints._flight.writer
+            assert writer is not None
+            written = folder / "checkpoints" / checkpoints.place._staging(4, checkpoints._flight.saves[0].mark).name  # type: ignore[attr-defined]
+            assert wait_until(
+                lambda: (written / "part-00001.safetensors").exists() and (written / "part-00000.json").exists(), 60
+            )
+            with tempfile.TemporaryFile() as file:
+
+                def idle() -> bool:
+                    (found,) = [each for each in collect(writer._process.pid, file.fileno()) if each.writes]
+                    return found.idle
+
+                seen = wait_until(lambda: idle() == (world.rank != 1), 20)
+                often = sum(idle() for _ in range(20))  # rank 0's looks for the part now and then
+            world.largest_numbers(0)
+            assert seen
+            return often > 10
+
+    assert on_ranks(3, train) == [True, False, True]
+
+
+@pytest.mark.parametrize("seconds", [0.4, 0])
+def test_a_save_that_waits_for_the_one_before_it_is_told_once(
+    seconds: float, folder: Path, saver: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    in_writer(folder, monkeypatch, SLOW.format(seconds=seconds))
+    checkpoints = saver(folder)
+    for step in (10, 20, 30):
+        Checkpointer.save(checkpoints, step, state(step), {})
+        if not seconds:
+            checkpoints.finish()  # what is waited for outside a save is not told
+    checkpoints.finish()
+    told = re.findall(
+        r"warning: the save of step (\d+) waited \d+\.\d s for that of step (\d+), and .*; raise checkpoint.every_steps",
+        caplog.text,
+    )
+    assert told == ([("20", "10")] if seconds else [])
+
+
+def test_a_listing_has_damaged_and_unfinished_ones_too(folder: Path, saver: Any) -> None:
+    checkpoints = saver(folder)
+    for step in (5, 10, 15):
+        checkpoints.save(step, state(step), {})
+    damage_bit(checkpoints.folder / "step-00000015" / PART)
+    assert checkpoints.load()["step"] == 10
+    damage_bit(checkpoints.folder / "step-00000010" / PART)
+    (checkpoints.folder / "step-00000020.1f.tmp").mkdir()
+    told = [line.split() for line in listing(checkpoints.folder).splitlines()[1:]]
+    assert [(words[0], words[4]) for words in told] == [
+        ("5", "whole"),
+        ("10", "damaged:"),
+        ("15", "damaged"),
+        ("20", "unfinished"),
+    ]
+    assert whole_or_refused(checkpoints.place).name == "step-00000005"
+
+
+@pytest.mark.parametrize(("times", "told"), [(3.5, True), (4.5, False)])
+def test_a_disk_must_hold_one_more_than_is_kept(times: float, told: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest goes when the newest is whole."""
+    need = 4000
+    monkeypatch.setattr(room, "_free", lambda place: int(times * need))
+    doubt = room.check_disk(folder / "checkpoints", [{"weights": torch.zeros(need // 4)}], 3)
+    assert ("checkpoint.keep_last=3 needs 4 of them" in (doubt or "")) == told

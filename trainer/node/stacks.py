@@ -129,9 +129,20 @@ def _of(pid: int, fd: int) -> Stack:
     command = b""
     with suppress(OSError):
         kernel, command = Path(f"/proc/{pid}/wchan").read_text().strip("0"), Path(f"/proc/{pid}/cmdline").read_bytes()
+    if writes := _WRITER in command:
+        state, kernel = _in_a_device(pid) or (state, kernel)
     text = _ask(pid, fd) if state in "RSD" and _answers(pid) else ""
     status = exit_status(pid) if state == "Z" else None
-    return Stack(pid, state, kernel, list(threads(text)) or _spied(pid), _WRITER in command, status)
+    return Stack(pid, state, kernel, list(threads(text)) or _spied(pid), writes, status)
+
+
+def _in_a_device(pid: int) -> tuple[str, str] | None:
+    """State and kernel's function of a thread that waits for a device; one of a writer's writes to the node's own disk."""
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        with suppress(OSError, IndexError):
+            if (task / "stat").read_text().rpartition(")")[2].split()[0] == "D":
+                return "D", (task / "wchan").read_text().strip("0")
+    return None
 
 
 def _spied(pid: int) -> list[list[Frame]]:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import mmap
 import os
+import select
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -57,6 +58,11 @@ def refuse_damaged(made: Mapping[str, Any], expected: str | None) -> None:
     """
     if expected not in (None, made["sha256"]):
         raise DamagedError(errno.EIO, "the copy on the node's own disk has another sha256 than when it was written")
+
+
+def wait_idly(seconds: float) -> None:
+    """Wait as one who has nothing to do; see `writer`."""
+    select.select([], [], [], seconds)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from trainer.train.files import free_bytes, refuse_damaged, sync_folder, write_json, write_part
+from trainer.train.files import free_bytes, refuse_damaged, sync_folder, wait_idly, write_json, write_part
 from trainer.train.stored import (
     LATEST,
     MANIFEST,
@@ -150,7 +149,7 @@ class Folder:
             if any(name.startswith("failed-") for name in names) or given_up():
                 self.drop(step, mark)
                 return False
-            time.sleep(_LOOK_SECONDS)
+            wait_idly(_LOOK_SECONDS)
         entries = [staging / _entry_name(rank) for rank in range(ranks)]
         files = {part_name(rank): json.loads(entry.read_text(encoding="utf-8")) for rank, entry in enumerate(entries)}
         write_json(staging / MANIFEST, {"step": step, "files": files})

@@ -11,14 +11,13 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trainer.train.files import DamagedError, refuse_damaged, write_hashed
+from trainer.train.files import DamagedError, refuse_damaged, wait_idly, write_hashed
 from trainer.train.objects import Objects, saved_at
 from trainer.train.place import ID, obsolete
 from trainer.train.stored import DAMAGED, MANIFEST, UNFINISHED, Row, name_of, part_name, problem
@@ -139,7 +138,7 @@ class Bucket:
                 if any(name.startswith(f"failed.{mark}.") for name in names) or given_up():
                     self._drop(step, mark)
                     return False
-                time.sleep(_LOOK_SECONDS)
+                wait_idly(_LOOK_SECONDS)
             entries = [self._path(step, _entry(rank, mark)) for rank in range(ranks)]
             files = {_part(rank, mark): json.loads(self._objects.read(entry)) for rank, entry in enumerate(entries)}
             self._objects.write(self._path(step, MANIFEST), {"step": step, "files": files})

@@ -1,8 +1,10 @@
 """The writer: a process beside each rank that puts its part of a checkpoint on disk while the rank trains on. No torch.
 
 It takes requests as JSON lines and answers in JSON lines: `kept` when a part is on the node's own disk, if the run has such a
-place, and then what came of the checkpoint. A thread brings parts to where the checkpoints lie; rank 0's waits there for all of
-them and makes them one, so that a kill at any moment leaves the checkpoint before it.
+place, and then what came of the checkpoint. The main thread brings parts to where the checkpoints lie; rank 0's waits there for
+all of them and makes them one, so that a kill at any moment leaves the checkpoint before it.
+
+Whoever looks at a save that does not end (`trainer.node.stacks`) takes a main thread in select for idle: it idles nowhere else.
 """
 
 from __future__ import annotations
@@ -11,9 +13,9 @@ import json
 import os
 import queue
 import select
-import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -58,21 +60,31 @@ def main(parent: int, arena: int) -> None:
         arena: descriptor of the memory that both share.
     """
     die_with_parent(parent)
-    requests, bringer = Lines(0), Bringer(arena)
-    threading.Thread(target=bringer.run, daemon=True).start()
-    with suppress(EOFError):
+    bringer = Bringer(arena)
+    threading.Thread(target=_listen, args=(bringer,), daemon=True).start()
+    bringer.run()
+
+
+def _listen(bringer: Bringer) -> None:
+    """Take requests until the rank ends; this process ends with it."""
+    requests = Lines(0)
+    try:
         while True:
             bringer.take(requests.get(None) or {})
-    sys.stdout.flush()
-    os._exit(0)
+    except EOFError:
+        os._exit(0)
+    except BaseException:  # without this thread there would be no answers, and no end
+        traceback.print_exc()
+        os._exit(1)
 
 
 class Bringer:
-    """Takes requests in one thread, and brings what they name to its place in another, one after the other."""
+    """Takes requests in one thread, and brings what they name to its place in the main one, one after the other."""
 
     def __init__(self, arena: int) -> None:
         self._arena = arena
         self._work: queue.SimpleQueue[tuple[Request, Entry | None, float]] = queue.SimpleQueue()
+        self._wake, self._bell = os.pipe()
         self._given_up: set[str] = set()
         self._places: dict[str, Place] = {}
         self._speaking = threading.Lock()
@@ -84,10 +96,13 @@ class Bringer:
         elif "step" in request:
             started = time.monotonic()
             self._work.put((request, self._keep(request), started))
+            os.write(self._bell, b".")
 
     def run(self) -> None:
         """Serve what has been taken, for ever."""
         while True:
+            select.select([self._wake], [], [])
+            os.read(self._wake, 1)
             request, entry, started = self._work.get()
             try:
                 answer = self._bring(request, entry, started)
