@@ -9,6 +9,7 @@ from tests.conftest import DIGITS, ROOT
 from trainer.cli import main
 from trainer.config import accumulation_steps
 from trainer.errors import ConfigError
+from trainer.launch.job import submit_array
 from trainer.reference import schema, settings_table
 from trainer.settings import check, dump_config, load_config
 
@@ -170,3 +171,9 @@ def test_accumulation_covers_the_batch_or_says_why_not(batch: int, micro: int | 
         assert batch % (world * (micro or 1))
     else:
         assert steps * (micro or batch // world) * world == batch
+
+
+def test_tasks_of_an_array_do_not_share_a_url_for_checkpoints() -> None:
+    one, other = (load_config(DIGITS, "checkpoint.folder=s3://b/p", f"training.seed={seed}") for seed in (1, 2))
+    with pytest.raises(ConfigError, match=r"^checkpoint.folder=s3://b/p: several tasks of the array .*; give each its own"):
+        submit_array([one, other])

@@ -98,6 +98,9 @@ def _backend_of(submission: Submission) -> ModuleType:
         for name in ("name", "backend", "resources", "container", "slurm", "runs_dir", "run_dir"):
             if getattr(config, name) != getattr(submission.config, name):
                 raise ConfigError(f"--array {name}: the tasks of an array run on the same machines; submit them one by one")
+    places = [config.checkpoint.folder for config in submission.configs if config.checkpoint.folder]
+    if shared := [each for each in places if places.count(each) > 1]:
+        raise ConfigError(f"checkpoint.folder={shared[0]}: several tasks of the array would keep theirs there; give each its own")
     return backend(submission.config.backend)
 
 
