@@ -208,6 +208,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--step", type=int, help="of the checkpoint (default: the newest whole one)")
     command.add_argument("--no-average", action="store_true", help="the weights themselves where the run kept a moving average")
     command.set_defaults(function=export)
+    options.add_pack(commands)
     command = commands.add_parser("lint", help=lint.__doc__)
     command.add_argument("files", nargs="+", help="manifests, read together")
     command.set_defaults(function=lint)

@@ -187,7 +187,7 @@ def _loading(config: Config, world: World) -> Loading:
     data = config.data
     assert data is not None
     pin = data.pin_memory and world.device.type == "cuda"
-    return Loading(data.num_workers, data.prefetch_factor, pin, data.multiprocessing_context, _patience(config))
+    return Loading(data.num_workers, data.prefetch_factor, pin, data.multiprocessing_context, _patience(config), world.device)
 
 
 def _resume(config: Config, loop: Loop, saver: Checkpointer, samples: int) -> None:

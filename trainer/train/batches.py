@@ -21,6 +21,7 @@ from trainer.train.random_state import random_state_kept, seed_cpu
 
 logger = logging.getLogger(__name__)
 
+CPU = torch.device("cpu")
 _FEW_FILES = 4096  # open files that a process may have
 _DYING_SECONDS = 1.0  # a connection to a loader worker breaks a moment before that counts as dead
 Sample = tuple[torch.Tensor, Any]
@@ -72,7 +73,15 @@ class GlobalOrder:
         return torch.randperm(self.samples, generator=torch.Generator().manual_seed(mix(self.seed, epoch)))
 
 
-class TensorImages(Dataset[Sample]):
+class WholeBatches(Dataset[Sample]):
+    """A dataset that gives whole batches itself, faster than loader workers could hand them over."""
+
+    def batches(self, chosen: Iterator[Chosen], seed: int, device: torch.device) -> Iterator[Sample]:
+        """The batches chosen, in order; they may be on the device already."""
+        raise NotImplementedError
+
+
+class TensorImages(WholeBatches):
     """Images held in memory as bytes and handed out as whole batches: shape (N, C, H, W), normalised float32."""
 
     def __init__(self, images: torch.Tensor, labels: torch.Tensor, mean: float, std: float) -> None:
@@ -84,6 +93,10 @@ class TensorImages(Dataset[Sample]):
     def __getitem__(self, index: int) -> Sample:
         image, label = self.batch(torch.tensor([index]))
         return image[0], label[0]
+
+    def batches(self, chosen: Iterator[Chosen], seed: int, device: torch.device) -> Iterator[Sample]:
+        """As `batch`, in the CPU's memory."""
+        return (self.batch(indices) for _, indices in chosen)
 
     def batch(self, indices: torch.Tensor) -> Sample:
         """For indices (B,): images (B, C, H, W) float32 and labels (B,) int64."""
@@ -120,12 +133,13 @@ class Loading:
     pin_memory: bool = False
     multiprocessing_context: str = "fork"
     timeout_seconds: float = 0  # a worker that gives nothing for so long is an error; 0: wait for ever
+    device: torch.device = CPU  # where whole batches are wanted
 
 
 def batches(dataset: Dataset[Any], chosen: Iterator[Chosen], seed: int, loading: Loading) -> Iterator[Any]:
     """The batches that were chosen, in order. Loader workers, if any, live until the last of them."""
-    if isinstance(dataset, TensorImages):  # gathering from memory is faster than handing over from a worker
-        return (dataset.batch(indices) for _, indices in chosen)
+    if isinstance(dataset, WholeBatches):
+        return dataset.batches(chosen, seed, loading.device)
     workers = loading.num_workers
     if workers:
         _prepare_for_workers(loading)

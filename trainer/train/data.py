@@ -16,6 +16,9 @@ from torch.utils.data import Dataset
 from trainer.errors import ConfigError
 from trainer.train.batches import Sample, TensorImages
 from trainer.train.download import once_per_node
+from trainer.train.packed import packed
+
+__all__ = ["cifar10", "digits", "fake_images", "fashion_mnist", "image_folder", "packed", "split"]
 
 Pair = tuple["Dataset[Any]", "Dataset[Any] | None"]
 

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, default_collate
 
 from trainer.errors import ExitCode, Fault, FaultError
 from trainer.process import die_with_parent
-from trainer.train.batches import Loading, Seeded, TensorImages
+from trainer.train.batches import Loading, Seeded, WholeBatches
 from trainer.train.distributed import World
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -32,7 +32,7 @@ def check_shared_memory(dataset: Dataset[Any], batch: int, loading: Loading, wor
     Raises:
         FaultError: it does not hold them.
     """
-    if not loading.num_workers or isinstance(dataset, TensorImages) or world.local_rank != 0 or not place.exists():
+    if not loading.num_workers or isinstance(dataset, WholeBatches) or world.local_rank != 0 or not place.exists():
         return
     sample = _sample_bytes(dataset, loading.timeout_seconds or _PATIENCE_SECONDS)
     need = world.local_world_size * loading.num_workers * loading.prefetch_factor * batch * sample
