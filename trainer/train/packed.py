@@ -19,7 +19,7 @@ from trainer.train.augment import Augment, inside, shifted
 from trainer.train.batches import CPU, Chosen, Sample, WholeBatches, mix
 from trainer.train.shards import Index, Mapped, labels
 
-_CHUNK = 1 << 18  # bytes that are made floats at a time, so that they stay in a core's cache
+_CACHED = 1 << 20  # bytes of images that a core works on at a time
 
 
 def packed(
@@ -121,7 +121,7 @@ class _Batches:
         self.scale, self.bias = data.scale.to(device), data.bias.to(device)
         self._known: tuple[int, int] = (-1, 0)
         self._kept: dict[tuple[str, int], torch.Tensor] = {}
-        self._floats: list[Any] = []
+        self._arrays: list[Any] = []
         self._copied: list[torch.cuda.Event] = []
 
     def batch(self, epoch: int, indices: torch.Tensor) -> Sample:
@@ -133,11 +133,16 @@ class _Batches:
         return self._mixed(key, samples, images, targets) if self.augment.mixes else (images, targets)
 
     def _images(self, key: int, indices: torch.Tensor) -> torch.Tensor:
+        """Some samples at a time, so that they stay in a core's cache; on a GPU all at once."""
         augment, (_, height, width) = self.augment, self.data.shape
-        images = self._normalised(self._moved(key, indices) if augment.moves else self._fetched(indices))
-        if augment.erase:
-            boxes = augment.erased(key, indices.numpy(), height, width)
-            images.masked_fill_(inside(self._moved_over(boxes), height, width), 0)
+        images = self._floats((len(indices), *self.data.shape))
+        some = len(indices) if self.device.type == "cuda" else max(1, _CACHED // self.data.images.rows.shape[1])
+        for part, chosen in zip(torch.split(images, some), torch.split(indices, some), strict=True):
+            pixels = self._moved(key, chosen) if augment.moves else self._fetched(chosen)
+            part.copy_(pixels).mul_(self.scale).add_(self.bias)
+            if augment.erase:
+                boxes = self._on_device(augment.erased(key, chosen.numpy(), height, width))
+                part.masked_fill_(inside(boxes, height, width), 0)
         return images
 
     def _mixed(self, key: int, samples: Any, images: torch.Tensor, targets: torch.Tensor) -> Sample:
@@ -146,8 +151,8 @@ class _Batches:
         _, height, width = self.data.shape
         partners, share, boxes = self.augment.mixed(key, samples, len(self.data), height, width)
         others = self._images(key, torch.from_numpy(partners))
-        shares = self._moved_over(share).float()
-        box = self._moved_over(boxes)
+        shares = self._on_device(share).float()
+        box = self._on_device(boxes)
         torch.lerp(others, images, shares.view(-1, 1, 1, 1), out=images)
         torch.where(inside(box, height, width), others, images, out=images)
         covered = ((box[1] - box[0]) * (box[3] - box[2])).float() / (height * width)
@@ -167,7 +172,7 @@ class _Batches:
         core = padded[:, :, border : border + height, border : border + width]
         core[:flipped].copy_(pixels[:flipped].flip(-1))
         core[flipped:].copy_(pixels[flipped:])
-        place, down, right = self._moved_over(where)
+        place, down, right = self._on_device(where)
         start = place * (channels * tall * wide) + down * wide + right
         return shifted(padded, start, height, width, self._buffer("moved", (len(indices), *self.data.shape)))
 
@@ -193,17 +198,7 @@ class _Batches:
         self._copied.append(torch.cuda.current_stream(self.device).record_event())
         return rows
 
-    def _normalised(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Bytes as floats, by mean and deviation."""
-        if self.device.type == "cuda":
-            return pixels.float().mul_(self.scale).add_(self.bias)
-        images = self._free_floats(tuple(pixels.shape))
-        step = max(1, _CHUNK // pixels[0].numel())
-        for part, source in zip(torch.split(images, step), torch.split(pixels, step), strict=True):
-            part.copy_(source).mul_(self.scale).add_(self.bias)
-        return images
-
-    def _moved_over(self, numbers: Any) -> torch.Tensor:
+    def _on_device(self, numbers: Any) -> torch.Tensor:
         return torch.from_numpy(numbers).to(self.device, non_blocking=True)
 
     def _buffer(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -212,14 +207,16 @@ class _Batches:
             kept = self._kept[name, shape[0]] = torch.zeros(shape, dtype=torch.uint8, device=self.device)
         return kept
 
-    def _free_floats(self, shape: tuple[int, ...]) -> torch.Tensor:
+    def _floats(self, shape: tuple[int, ...]) -> torch.Tensor:
         """A tensor in memory that no tensor given out before still uses: each of them, and autograd, holds its array."""
-        for array, references in zip(self._floats, _references(self._floats), strict=True):
+        if self.device.type == "cuda":
+            return torch.empty(shape, device=self.device)
+        for array, references in zip(self._arrays, _references(self._arrays), strict=True):
             if array.shape == shape and references == _UNUSED:
                 return torch.from_numpy(array)
-        self._floats = [array for array in self._floats if array.shape == shape][-3:]
-        self._floats.append(numpy.empty(shape, dtype=numpy.float32))
-        return torch.from_numpy(self._floats[-1])
+        self._arrays = [array for array in self._arrays if array.shape == shape][-3:]
+        self._arrays.append(numpy.empty(shape, dtype=numpy.float32))
+        return torch.from_numpy(self._arrays[-1])
 
 
 def _references(arrays: list[Any]) -> list[int]:

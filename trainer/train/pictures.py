@@ -72,7 +72,7 @@ class Folder:
         name, label = self.files[index]
         path = self.root / name
         try:
-            return _decoded(path, size), label
+            return decoded(path, size), label
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise ConfigError(f"pack {path}: is no image that can be read ({error}); repair or remove it") from None
 
@@ -163,20 +163,28 @@ def _samples(target: str, args: dict[str, Any]) -> dict[str, Source]:
     return {name: Samples(target, each) for name, each in zip(("train", "eval"), pair, strict=True) if each is not None}
 
 
-def _decoded(path: Path, size: Size | None) -> Bytes:
-    """A file as RGB; a JPEG is decoded at the smallest scale that is no smaller than `size`."""
+def decoded(path: Path, size: Size | None) -> Bytes:
+    """A file's image, RGB: (C, H, W)."""
     content = path.read_bytes()
     if _simplejpeg and content[:2] == b"\xff\xd8":
-        height, width = size or (0, 0)
         try:
-            pixels = _simplejpeg.decode_jpeg(content, "RGB", False, True, height, width, 1 if size else 0)
-            return _fitted(pixels, size)
+            height, width, *_ = _simplejpeg.decode_jpeg_header(content)
+            half = _halvings((height, width), size)
+            rough = size is not None  # colours are scaled fast where the image is scaled anyway; else equal to PIL's to the bit
+            return _fitted(_simplejpeg.decode_jpeg(content, "RGB", False, rough, height >> half, width >> half, 1), size)
         except ValueError:  # four colours, say: PIL reads more
             pass
     with Image.open(path) as image:
-        if size:
-            image.draft("RGB", (size[1], size[0]))
+        half = _halvings((image.height, image.width), size)
+        image.draft("RGB", (image.width >> half, image.height >> half))  # JPEGs only
         return _fitted(image.convert("RGB"), size)
+
+
+def _halvings(found: Size, size: Size | None) -> int:
+    """How often a JPEG's decoder may halve an image that is to be scaled to `size`; other factors are slower than the whole."""
+    return (
+        min((max(0, (have // want).bit_length() - 1) for have, want in zip(found, size, strict=True)), default=0) if size else 0
+    )
 
 
 def _fitted(image: Any, size: Size | None) -> Bytes:
@@ -191,17 +199,13 @@ def _fitted(image: Any, size: Size | None) -> Bytes:
     if isinstance(image, torch.Tensor):
         image = image.permute(1, 2, 0).numpy() if image.ndim == 3 else image.numpy()
     if isinstance(image, Image.Image):
-        image = image if image.mode in ("L", "RGB") else image.convert("RGB")
-    elif (
-        not isinstance(image, numpy.ndarray) or image.ndim not in (2, 3) or (image.ndim == 3 and image.shape[2] not in (1, 3, 4))
-    ):
+        image = numpy.asarray(image if image.mode in ("L", "RGB") else image.convert("RGB"))
+    if not isinstance(image, numpy.ndarray) or image.ndim not in (2, 3) or (image.ndim == 3 and image.shape[2] not in (1, 3, 4)):
         raise TypeError(f"is a {_what(image)}, no image; give PIL images, tensors (C, H, W) or arrays (H, W, C) of bytes")
-    elif image.dtype != numpy.uint8:
+    if image.dtype != numpy.uint8:
         raise TypeError(f"is a {_what(image)}; pack takes bytes: leave ToTensor and Normalize out of the dataset's transform")
-    if size and _size_of(image) != size:
-        image = _covering(image, size)
-    pixels = numpy.asarray(image)
-    return numpy.ascontiguousarray(pixels.transpose(2, 0, 1) if pixels.ndim == 3 else pixels[None])
+    pixels = numpy.atleast_3d(image).transpose(2, 0, 1)
+    return numpy.ascontiguousarray(_covering(pixels, size) if size and pixels.shape[1:] != size else pixels)
 
 
 def _what(image: Any) -> str:
@@ -209,17 +213,13 @@ def _what(image: Any) -> str:
     return f"{type(image).__name__}{f' of {image.dtype} {shape}' if shape else ''}"
 
 
-def _size_of(image: Any) -> Size:
-    return (image.height, image.width) if isinstance(image, Image.Image) else image.shape[:2]
-
-
-def _covering(image: Any, size: Size) -> Image.Image:
-    """Scaled so that the shorter way fits, the centre of the longer one kept."""
-    if not isinstance(image, Image.Image):
-        image = Image.fromarray(image[:, :, 0] if image.ndim == 3 and image.shape[2] == 1 else image)
-    height, width = size
-    factor = min(image.height / height, image.width / width)
-    tall, wide = height * factor, width * factor
-    left, top = (image.width - wide) / 2, (image.height - tall) / 2
-    fitted: Image.Image = image.resize((width, height), Image.Resampling.BILINEAR, box=(left, top, left + wide, top + tall))
-    return fitted
+def _covering(pixels: Bytes, size: Size) -> Bytes:
+    """The largest part at the centre that has the proportions of `size`, scaled to it."""
+    tall, wide = pixels.shape[1:]
+    factor = min(tall / size[0], wide / size[1])
+    height, width = max(1, round(size[0] * factor)), max(1, round(size[1] * factor))
+    top, left = (tall - height) // 2, (wide - width) // 2
+    part = torch.from_numpy(pixels[:, top : top + height, left : left + width].copy(order="K")).unsqueeze(0)
+    scaled = torch.nn.functional.interpolate(part, size, mode="bilinear", antialias=True)  # of bytes: faster than PIL
+    found: Bytes = scaled[0].numpy()
+    return found

@@ -146,7 +146,8 @@ class Mapped:
         if self.bytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
             self._advise(mmap.MADV_RANDOM)  # what is read ahead would be dropped before it is used
         whole = numpy.ctypeslib.as_array((ctypes.c_uint8 * self.bytes).from_address(self._base))
-        self.rows = torch.from_numpy(whole).view(-1, width)
+        self._rows = whole.reshape(-1, width)
+        self.rows = torch.from_numpy(self._rows)
 
     def gather(self, indices: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Copy the rows `indices` (B,) into `out` (B, stride)."""
@@ -154,7 +155,8 @@ class Mapped:
             self._gathered = 0
             self._advise(mmap.MADV_DONTNEED)
         self._gathered += out.nbytes
-        return torch.index_select(self.rows, 0, indices, out=out)
+        numpy.take(self._rows, indices.numpy(), axis=0, out=out.numpy(), mode="clip")  # faster than torch's
+        return out
 
     def _map(self, address: int | None, size: int, protection: int, flags: int, descriptor: int) -> int:
         where, length = ctypes.c_void_p(address), ctypes.c_size_t(size)
