@@ -127,7 +127,8 @@ def sha256(path: Path) -> str:
 class Mapped:
     """The rows of a part's shards as one array (N, stride) uint8, read from disk when they are used.
 
-    What has been read may stay in the system's page cache but not in this process: its memory does not grow with the data.
+    What has been read may stay in the system's page cache, but is let go of by this process now and then: its memory does not grow
+    with the data.
     """
 
     def __init__(self, folder: Path, shards: Sequence[Shard], width: int) -> None:
@@ -151,7 +152,7 @@ class Mapped:
 
     def gather(self, indices: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Copy the rows `indices` (B,) into `out` (B, stride)."""
-        if self._gathered > _RESIDENT:
+        if self._gathered > _RESIDENT < self.bytes:
             self._gathered = 0
             self._advise(mmap.MADV_DONTNEED)
         self._gathered += out.nbytes
