@@ -85,6 +85,7 @@ bench: $(VENV)/.train
 	$(BIN)/python -m bench.loop
 	$(BIN)/python -m bench.rollcall
 	$(BIN)/python -m bench.checkpoint
+	$(BIN)/python -m bench.input
 
 # The tested versions of everything, a few GB with CUDA, once.
 $(VENV)/.train: pyproject.toml constraints.txt

@@ -202,11 +202,11 @@ def test_training_goes_on_to_the_bit_and_ranks_make_no_difference(made: Path, fo
     assert losses(runs["whole"])[17:] == losses(runs["parts"])[17:] and equal(saved(runs["whole"]), saved(runs["parts"]))
 
 
-def slow(seconds: float = 0.02) -> torch.utils.data.Dataset[Any]:
+def slow(seconds: float = 0.004) -> torch.utils.data.Dataset[Any]:
     """The colours, each of which takes its time."""
 
     class Slow(torch.utils.data.Dataset[Any]):
-        images = colours()[0].images[:2000]
+        images = colours(1500, (1, 32, 32))[0].images
 
         def __len__(self) -> int:
             return len(self.images)
@@ -293,13 +293,15 @@ def test_a_folder_of_images_is_packed_by_classes(folder: Path, monkeypatch: pyte
             Image.fromarray(by_pil.transpose(1, 2, 0)).crop((5, 0, 55, 40)).resize((20, 16), Image.Resampling.BILINEAR),
         )
         assert small.shape == (3, 16, 20)
-        assert numpy.abs(small.pixels(0).numpy().astype(int) - numpy.asarray(expected).transpose(2, 0, 1)).mean() < 2
+        assert (
+            numpy.abs(small.pixels(0).numpy().astype(int) - numpy.asarray(expected).transpose(2, 0, 1)).mean() < 8
+        )  # halved by the decoder, then scaled
 
 
 BAD = {
     "nothing/": "no such folder; name one, or a target such as torchvision.datasets:CIFAR10",
     "no.such:thing": "pack.target=no.such:thing: No module named 'no'",
-    "empty": "no class folders there; it must hold CLASS/*.jpg",
+    "empty": "no class folders there; it must hold CLASS/",
     "hollow": "hollow/dog holds no images; remove it",
     "broken": "broken/cat/0.jpg: is no image that can be read",
     "shapes": "sample 1 has shape \\(3, 20, 30\\), sample 0 has \\(3, 40, 60\\); give --size HxW",
@@ -385,7 +387,7 @@ def sparse(folder: Path, samples: int) -> Path:
 
 @pytest.mark.skipif(os.geteuid() != 0 or not os.access("/sys/fs/cgroup/memory", os.W_OK), reason="needs a memory cgroup to limit")
 def test_memory_stays_flat_over_data_twice_the_limit(tmp_path: Path) -> None:
-    limit = 480 << 20
+    limit = 448 << 20
     data, group = sparse(tmp_path / "data", 2 * limit // (3 * 64 * 64)), Path(f"/sys/fs/cgroup/memory/packed-{os.getpid()}")
     group.mkdir()
     try:
@@ -395,6 +397,6 @@ def test_memory_stays_flat_over_data_twice_the_limit(tmp_path: Path) -> None:
     finally:
         assert wait_until(lambda: not (group / "cgroup.procs").read_text(), 10)
         group.rmdir()
-    samples, anonymous, most, most_anonymous, _ = map(int, output.split())
+    samples, anonymous, most, most_anonymous, first = map(int, output.split())
     assert samples * 3 * 64 * 64 >= 2 * limit - 12288 and most_anonymous - anonymous < 8 << 10, output
-    assert most < anonymous + (280 << 10), output
+    assert most - first < 96 << 10, output  # KiB, with pages let go of every 32 MiB; nearly a GiB was read

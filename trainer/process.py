@@ -112,6 +112,18 @@ def own_cgroups(controller: str, cgroups: Path = CGROUPS, own: Path = OWN_CGROUP
                     yield folder
 
 
+_UNLIMITED = 1 << 60  # v1 tells no limit as nearly 2^63
+
+
+def memory_limit(cgroup: Path) -> int | None:
+    """The bytes that a memory cgroup may hold, or None: memory.max (v2) or memory.limit_in_bytes (v1)."""
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):
+            limit = int((cgroup / name).read_text())
+            return limit if limit < _UNLIMITED else None
+    return None
+
+
 def _quota(folder: Path) -> Iterator[float]:
     with suppress(OSError, ValueError, ZeroDivisionError):
         if (folder / "cpu.max").exists():

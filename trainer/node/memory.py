@@ -6,9 +6,7 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from trainer.process import CGROUPS, OWN_CGROUPS, own_cgroups
-
-_UNLIMITED = 1 << 60  # v1 tells no limit as nearly 2^63, cgroup v1's memory.limit_in_bytes
+from trainer.process import CGROUPS, OWN_CGROUPS, memory_limit, own_cgroups
 
 
 class MemoryKills:
@@ -22,7 +20,7 @@ class MemoryKills:
         """What has been killed and why, or None: `the memory limit of 4.0 GiB was reached (oom_kill 1)`."""
         for folder, before in zip(self._folders, self._before, strict=True):
             if (count := _kills(folder) - before) > 0:
-                limit = min(filter(None, (_limit(each) for each in self._folders)), default=None)
+                limit = min(filter(None, (memory_limit(each) for each in self._folders)), default=None)
                 what = (
                     f"the memory limit of {limit / (1 << 30):.1f} GiB was reached" if limit else "the machine's memory was full"
                 )
@@ -37,11 +35,3 @@ def _kills(folder: Path) -> int:
             if found := re.search(r"^oom_kill (\d+)", (folder / name).read_text(), re.MULTILINE):
                 return int(found[1])
     return 0
-
-
-def _limit(folder: Path) -> int | None:
-    for name in ("memory.max", "memory.limit_in_bytes"):
-        with suppress(OSError, ValueError):
-            limit = int((folder / name).read_text())
-            return limit if limit < _UNLIMITED else None
-    return None

@@ -87,7 +87,8 @@ class Samples:
     @property
     def classes(self) -> list[str]:
         """Their names, or none where the dataset does not tell them: then numbers, from the labels."""
-        return [str(each) for each in getattr(self.dataset, "classes", [])]
+        known = getattr(self.dataset, "classes", [])
+        return [str(each) for each in known] if isinstance(known, list | tuple) else []
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -21,6 +21,7 @@ import numpy
 import torch
 
 from trainer.errors import ConfigError
+from trainer.process import memory_limit, own_cgroups
 
 FORMAT, INDEX = 1, "index.json"
 SHARD_BYTES = 64 << 20
@@ -127,8 +128,8 @@ def sha256(path: Path) -> str:
 class Mapped:
     """The rows of a part's shards as one array (N, stride) uint8, read from disk when they are used.
 
-    What has been read may stay in the system's page cache, but is let go of by this process now and then: its memory does not grow
-    with the data.
+    What has been read may stay in the system's page cache, but is let go of by this process now and then: its memory does not
+    grow with the data.
     """
 
     def __init__(self, folder: Path, shards: Sequence[Shard], width: int) -> None:
@@ -144,7 +145,7 @@ class Mapped:
             self._map(self._base + at, size, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, descriptor)
             os.close(descriptor)
             at += size
-        if self.bytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+        if self.bytes > _memory() / 2:
             self._advise(mmap.MADV_RANDOM)  # what is read ahead would be dropped before it is used
         whole = numpy.ctypeslib.as_array((ctypes.c_uint8 * self.bytes).from_address(self._base))
         self._rows = whole.reshape(-1, width)
@@ -168,6 +169,12 @@ class Mapped:
 
     def _advise(self, advice: int) -> None:
         self._libc.madvise(ctypes.c_void_p(self._base), ctypes.c_size_t(self.bytes), advice)
+
+
+def _memory() -> int:
+    """Bytes of memory that this process may use."""
+    limits = [limit for group in own_cgroups("memory") if (limit := memory_limit(group))]
+    return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *limits])
 
 
 _MAP_FIXED = 0x10  # mmap(2); Python's mmap module does not name it
