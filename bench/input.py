@@ -1,13 +1,13 @@
 """Images per CPU second of the input path, beside a plain copy of the same bytes, PIL's pipeline and PIL's decoder.
 
-Images of 3 x 32 x 32 in batches of 256, packed by `trainer pack`, their files in the page cache; the copies read the same mapped
-files in order, the kit a random permutation. PIL's pipeline is torchvision's RandomCrop(32, padding=4), RandomHorizontalFlip,
-ToTensor and Normalize on each image, stacked.
+Images of 3 x 32 x 32 (or --side) in batches of 256, packed by `trainer pack`, their files in the page cache; the copies read the
+same mapped files in order, the kit a random permutation. PIL's pipeline is torchvision's RandomCrop(side, padding=4),
+RandomHorizontalFlip, ToTensor and Normalize on each image, stacked.
 JPEGs are 500 x 375, quality 90: the kit's decoder against PIL, in full size, and scaled and cut to 224 x 224 as `--size 224` does
 against PIL's decoder with torchvision's Resize(224) and CenterCrop(224).
 The null tests are a yardstick against itself: a difference inside their range is not resolved.
 
-    python -m bench.input [--json] [--rounds 30] [--images 131072]
+    python -m bench.input [--json] [--rounds 30] [--images 131072] [--side 32]
 """
 
 from __future__ import annotations
@@ -33,29 +33,30 @@ from trainer.train.batches import CPU, GlobalOrder, TensorImages
 from trainer.train.pack import pack
 from trainer.train.packed import Packed, packed
 
-SHAPE, BATCH, BATCHES = (3, 32, 32), 256, 40
-PIL_IMAGES, JPEGS = 200, 12
+BATCH = 256
+PIL_IMAGES, JPEGS = 100, 12
 
 
-def noise(images: int) -> tuple[TensorImages, None]:
+def noise(images: int, side: int) -> tuple[TensorImages, None]:
     """What is packed."""
     generator = torch.Generator().manual_seed(0)
-    pixels = torch.randint(0, 256, (images, *SHAPE), dtype=torch.uint8, generator=generator)
+    pixels = torch.randint(0, 256, (images, 3, side, side), dtype=torch.uint8, generator=generator)
     return TensorImages(pixels, torch.arange(images) % 10, 128.0, 64.0), None
 
 
 class Copies:
     """Plain copies of the mapped rows, one batch after the other in the files' order, into one buffer."""
 
-    def __init__(self, data: Packed, floats: bool) -> None:
+    def __init__(self, data: Packed, batches: int, floats: bool) -> None:
         rows = data.images.rows[: len(data) // BATCH * BATCH]
         if floats:
             rows = rows[: len(rows) // 4 // BATCH * BATCH].float()
         self.blocks = rows.view(-1, BATCH, rows.shape[1])
+        self.batches = batches
         self.out, self.at = torch.empty_like(self.blocks[0]), 0
 
     def __call__(self) -> None:
-        for _ in range(BATCHES):
+        for _ in range(self.batches):
             self.out.copy_(self.blocks[self.at])
             self.at = (self.at + 1) % len(self.blocks)
 
@@ -63,20 +64,20 @@ class Copies:
 class Gathered:
     """The kit's bytes: what is left to a CPU whose GPU augments and normalises."""
 
-    def __init__(self, data: Packed) -> None:
-        self.data, self.out = data, torch.empty(BATCH, data.images.rows.shape[1], dtype=torch.uint8)
+    def __init__(self, data: Packed, batches: int) -> None:
+        self.batches, self.data, self.out = batches, data, torch.empty(BATCH, data.images.rows.shape[1], dtype=torch.uint8)
         self.chosen = GlobalOrder(len(data), BATCH, 1, 0, 1, 0).micro_batches(0, 10**6)
 
     def __call__(self) -> None:
-        for _, indices in islice(self.chosen, BATCHES):
+        for _, indices in islice(self.chosen, self.batches):
             self.data.images.gather(indices, self.out)
 
 
-def floats(batches: Iterator[object]) -> Block:
+def floats(batches: Iterator[object], count: int) -> Block:
     """The kit's whole batches."""
 
     def block() -> None:
-        for _ in islice(batches, BATCHES):
+        for _ in islice(batches, count):
             pass
 
     return block
@@ -84,7 +85,7 @@ def floats(batches: Iterator[object]) -> Block:
 
 def by_pil(images: list[Image.Image]) -> Block:
     """What is usually written."""
-    steps = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()]
+    steps = [transforms.RandomCrop(images[0].size, padding=4), transforms.RandomHorizontalFlip()]
     transform = transforms.Compose([*steps, transforms.ToTensor(), transforms.Normalize((0.5,) * 3, (0.25,) * 3)])
 
     def block() -> None:
@@ -125,12 +126,13 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--images", type=int, default=1 << 17)
+    parser.add_argument("--side", type=int, default=32, help="pixels")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        pack("bench.input:noise", folder / "packed", {"images": arguments.images})
+        pack("bench.input:noise", folder / "packed", {"images": arguments.images, "side": arguments.side})
         told = {**compare_bytes(folder, arguments.rounds), **compare_jpegs(folder, arguments.rounds)}
     if arguments.json:
         print(json.dumps({key: round(value, 4) for key, value in told.items()}))
@@ -141,20 +143,24 @@ def compare_bytes(folder: Path, rounds: int) -> dict[str, float]:
     plain, moved = packed(str(folder / "packed"))[0], packed(str(folder / "packed"), crop=4, flip=True)[0]
     order = partial(GlobalOrder(len(plain), BATCH, 1, 0, 1, 0).micro_batches, 0, 10**6)
     told: dict[str, float] = {}
-    copy, gathered = Copies(plain, floats=False), Gathered(plain)
+    batches = max(2, 40 * 1024 // plain.shape[1] ** 2)  # of a block
+    copy, gathered = Copies(plain, batches, floats=False), Gathered(plain, batches)
     copy(), gathered()
-    found, seconds = ratios(copy, {"gather": gathered, "null": Copies(plain, floats=False)}, rounds)
-    count = BATCHES * BATCH
+    found, seconds = ratios(copy, {"gather": gathered, "null": Copies(plain, batches, floats=False)}, rounds)
+    count = batches * BATCH
     print(
         f"bytes: copy {count / seconds:,.0f} images/CPU-s; copy / gather {1 / found['gather'].median:.3f}; null {found['null']}"
     )
     told["gather_of_copy"] = 1 / found["gather"].median
     images = [Image.fromarray(plain.pixels(index).permute(1, 2, 0).numpy()) for index in range(PIL_IMAGES)]
-    ways = {"normalised": floats(plain.batches(order(), 0, CPU)), "moved": floats(moved.batches(order(), 0, CPU))}
-    copy = Copies(plain, floats=True)
+    ways = {
+        "normalised": floats(plain.batches(order(), 0, CPU), batches),
+        "moved": floats(moved.batches(order(), 0, CPU), batches),
+    }
+    copy = Copies(plain, batches, floats=True)
     for block in (copy, *ways.values()):
         block()
-    found, seconds = ratios(copy, {**ways, "PIL": by_pil(images), "null": Copies(plain, floats=True)}, rounds)
+    found, seconds = ratios(copy, {**ways, "PIL": by_pil(images), "null": Copies(plain, batches, floats=True)}, rounds)
     pil = found["PIL"].median * count / PIL_IMAGES
     told |= {"floats_of_copy": 1 / found["normalised"].median, "moved_of_copy": 1 / found["moved"].median}
     told["moved_over_pil"] = pil / found["moved"].median
