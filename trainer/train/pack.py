@@ -122,9 +122,11 @@ def _plan(
     dataset: str, args: dict[str, Any], parts: dict[str, Source], shape: list[int], size: Size | None, shard_bytes: int
 ) -> dict[str, Any]:
     """What decides every byte; a folder may be moved."""
-    named = {} if Path(dataset).expanduser().is_dir() else {"dataset": dataset, "args": args}
+    named: dict[str, Any] = {"dataset": dataset, "args": args}
+    if Path(dataset).expanduser().is_dir():
+        named = {"decoder": DECODER}
     counts = {name: [len(part), part.fingerprint] for name, part in parts.items()}
-    how = {"shape": shape, "size": list(size) if size else None, "shard_bytes": shard_bytes, "decoder": DECODER}
+    how = {"shape": shape, "size": list(size) if size else None, "shard_bytes": shard_bytes}
     plan: dict[str, Any] = json.loads(json.dumps({**named, "parts": counts, **how}))
     return plan
 
