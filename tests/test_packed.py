@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
 import re
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from tests.jobs import TRAINER, command, equal, finish, logs, losses, overrides,
 from trainer.cli import main
 from trainer.errors import ConfigError
 from trainer.train import pictures
+from trainer.train.ahead import ahead
 from trainer.train.augment import Augment, Beta, inside, uniform
 from trainer.train.batches import GlobalOrder, Loading, TensorImages, batches, mix
 from trainer.train.data import digits, packed
@@ -353,6 +357,57 @@ def test_another_folder_is_not_written_into(made: Path, folder: Path) -> None:
     for how, line in {"crop": -1, "erase": 2, "mixup": -0.1, "mean": [0.5, 0.5], "std": [0]}.items():
         with pytest.raises(ConfigError, match=f"data.args.{how}="):
             packed(str(made / "digits"), **{how: line})  # type: ignore[arg-type]
+
+
+class Stream:
+    """Stands in for a GPU's: says what is asked of it."""
+
+    def __init__(self, told: list[str]) -> None:
+        self.told = told
+
+    def record_event(self) -> str:
+        self.told.append("made")
+        return "event"
+
+    def wait_event(self, event: str) -> None:
+        self.told.append(f"waited for {event}")
+
+
+class OnDevice:
+    def __init__(self, number: int, told: list[str]) -> None:
+        self.number, self.told = number, told
+
+    def record_stream(self, stream: Stream) -> None:
+        self.told.append(f"{self.number} kept")
+
+
+def test_batches_ahead_keep_their_order_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread's part only: there is no GPU here, so streams are stood in for."""
+    told: list[str] = []
+    for name, stand_in in {"Stream": Stream(told), "current_stream": Stream(told)}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, found=stand_in: found)
+    for name in ("stream", "device"):
+        monkeypatch.setattr(torch.cuda, name, lambda given: contextlib.nullcontext())
+
+    def some(last: int, broken: bool) -> Iterator[Any]:
+        for number in range(last):
+            made.append(number)
+            yield OnDevice(number, told), OnDevice(number, told)
+        if broken:
+            raise ConfigError("the disk is gone")
+
+    made: list[int] = []
+    assert [images.number for images, _ in ahead(some(9, False), torch.device("cuda"))] == list(range(9))
+    assert told.count("waited for event") == 9 and told.count("8 kept") == 2
+    found = ahead(some(3, True), torch.device("cuda"))
+    assert [next(found)[0].number for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(ConfigError, match="the disk is gone"):
+        next(found)
+    made.clear()
+    left = ahead(some(10**6, False), torch.device("cuda"))
+    assert next(left)[0].number == 0 and wait_until(lambda: len(made) >= 4, 10)
+    left.close()  # type: ignore[attr-defined]
+    assert wait_until(lambda: not [each for each in threading.enumerate() if each.name == "batches ahead"], 10) and len(made) <= 5
 
 
 READ = """

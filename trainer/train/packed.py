@@ -123,6 +123,7 @@ class _Batches:
         self._kept: dict[tuple[str, int], torch.Tensor] = {}
         self._arrays: list[Any] = []
         self._copied: list[torch.cuda.Event] = []
+        self._turn = 0  # which pinned buffer was filled last
 
     def batch(self, epoch: int, indices: torch.Tensor) -> Sample:
         """The batch of sample indices (B,)."""
@@ -189,7 +190,7 @@ class _Batches:
         """Two buffers in turn: one is filled while the other is copied to the device."""
         if len(self._copied) == 2:
             self._copied.pop(0).synchronize()
-        self._turn = 1 - getattr(self, "_turn", 0)
+        self._turn = 1 - self._turn
         shape = (len(indices), self.data.images.rows.shape[1])
         name = (f"pinned {self._turn}", shape[0])
         if name not in self._kept:
