@@ -252,7 +252,7 @@ def test_a_killed_pack_leaves_no_half_shard_and_goes_on(folder: Path) -> None:
 
 def test_damage_is_named_with_its_file_and_mended_by_the_same_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = folder / "packed"
-    assert main(["pack", NUMBERS, str(out)]) == 0 and main(["pack", "--verify", str(out)]) == 0
+    assert main(["pack", NUMBERS, "--processes", "2", str(out)]) == 0 and main(["pack", "--verify", str(out)]) == 0
     assert "1437 train, 360 eval, 10 classes, images 1x8x8, all whole" in capsys.readouterr().out
     file = out / "eval-00000.bin"
     content = file.read_bytes()

@@ -48,9 +48,8 @@ def rank(text: str) -> str:
 def add_pack(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """The command `pack`."""
     command = commands.add_parser("pack", help=pack.__doc__)
-    command.add_argument("dataset", nargs="?", help="a folder of CLASS/*.jpg, or package.module:callable")
-    command.add_argument("out", nargs="?", help="folder to write")
-    command.add_argument("args", nargs="*", metavar="key=value", help="arguments of the callable")
+    words = "a folder of CLASS/*.jpg or package.module:callable; a folder to write; key=value: arguments of the callable"
+    command.add_argument("config", nargs="*", metavar="DATASET OUT key=value", help=words)  # named so, options may stand between
     command.add_argument("--size", type=_size, metavar="HxW", help="scale and cut all images to this size (one number: a square)")
     command.add_argument("--processes", type=int, metavar="N", help="default: one for each core")
     command.add_argument("--verify", metavar="OUT", help="compare the shards of a folder with their checksums; write nothing")
@@ -59,19 +58,19 @@ def add_pack(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 def pack(arguments: argparse.Namespace) -> None:
     """Decode images once, into files that training reads at the speed of memory (data.target: trainer.train.data:packed)."""
-    if arguments.verify is None and arguments.out is None:
+    if arguments.verify is None and len(arguments.config) < 2:
         raise ConfigError("pack: needs a data set and a folder to write: trainer pack DATASET OUT")
     packs = importlib.import_module("trainer.train.pack")
     if arguments.verify is not None:
         out, index = arguments.verify, packs.verify(Path(arguments.verify))
     else:
-        out, args = arguments.out, {}
-        for word in arguments.args:
+        (dataset, out, *words), args = arguments.config, {}
+        for word in words:
             key, is_pair, value = word.partition("=")
             if not is_pair or not key.isidentifier():
                 raise ConfigError(f"pack {word}: is no argument; write key=value")
             args[key] = yaml12.load(value)
-        index = packs.pack(arguments.dataset, Path(out), args, arguments.size, arguments.processes)
+        index = packs.pack(dataset, Path(out), args, arguments.size, arguments.processes)
     parts = ", ".join(f"{sum(shard.samples for shard in shards)} {name}" for name, shards in index.parts.items())
     print(f"{out}: {parts}, {len(index.classes)} classes, images {'x'.join(map(str, index.shape))}, all whole")
 
