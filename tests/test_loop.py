@@ -124,13 +124,13 @@ def test_training_values_are_over_all_ranks_and_all_steps_since_the_last() -> No
     def train(world: World) -> list[dict[str, float]]:
         loop = make_loop(world, StepOptions(accumulation=4 // world.world_size))
         found = []
-        for steps in (3, 20):  # more than the window holds back
+        for steps in (3, 70):  # more than the window holds back
             run_steps(loop, steps)
             found.append(loop.training_values())
         return found
 
     alone, (first, second) = on_ranks(1, train)[0], on_ranks(2, train)
-    assert first[0]["samples"] == 48 and first[1]["samples"] == 320
+    assert first[0]["samples"] == 48 and first[1]["samples"] == 1120
     for a, b in zip(first, second, strict=True):
         assert a["loss"] == b["loss"] and a["accuracy"] == b["accuracy"]
     for a, b in zip(first, alone, strict=True):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.train.optim import LearningRate, MovingAverage, Schedule
+from trainer.train.optim import LearningRate, MovingAverage, Schedule, fused
 
 
 def test_warm_up_then_cosine_then_the_final_fraction() -> None:
@@ -52,3 +52,34 @@ def test_the_moving_average_follows_and_swaps_back() -> None:
     assert model[0].weight.tolist() == [[pytest.approx(0.1)] * 2] and model[1].num_batches_tracked.item() == 3
     average.swap(model)
     assert model[0].weight.tolist() == [[1.0, 1.0]]
+
+
+@pytest.mark.parametrize(("kind", "args"), [("SGD", {"momentum": 0.9}), ("Adam", {}), ("AdamW", {"amsgrad": True})])
+def test_torchs_optimizers_update_all_at_once_and_the_same(kind: str, args: dict[str, object]) -> None:
+    function, found = getattr(torch.optim, kind), []
+    for asked in (True, False):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2))
+        extra = fused(function, args, model) if asked else {}
+        assert extra == ({"fused": True} if asked else {})
+        optimizer = function(model.parameters(), lr=0.1, weight_decay=0.01, **args, **extra)
+        for _ in range(5):
+            model(torch.randn(2, 3, 4, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.allclose(*found, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "model"),
+    [
+        (torch.optim.SGD, {"foreach": True}, nn.Linear(2, 2)),
+        (torch.optim.Rprop, {}, nn.Linear(2, 2)),  # has no such way
+        (lambda parameters, fused=None: None, {}, nn.Linear(2, 2)),  # not torch's
+        (torch.optim.SGD, {}, nn.Embedding(4, 2, sparse=True)),
+        (torch.optim.SGD, {}, nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last)),
+    ],
+)
+def test_where_that_cannot_be_the_usual_way_stays(function: object, args: dict[str, object], model: nn.Module) -> None:
+    assert fused(function, args, model) == {}  # type: ignore[arg-type]

@@ -33,7 +33,7 @@ from trainer.train.data import split
 from trainer.train.distributed import World, joined
 from trainer.train.exchange import ExchangeOptions
 from trainer.train.loop import Loop, StepOptions
-from trainer.train.optim import LearningRate, MovingAverage, Schedule
+from trainer.train.optim import LearningRate, MovingAverage, Schedule, fused
 from trainer.train.random_state import seed_all, set_random_state
 from trainer.train.room import check_disk, check_shared_memory
 from trainer.train.run import Cadence, Run
@@ -134,7 +134,7 @@ def _loop(config: Config, world: World, order: GlobalOrder, total: int) -> Loop:
     seed_all(options.seed)  # the same weights on every rank
     model = _model(config, world)
     loss = targets.call("loss", config.loss.target, config.loss.args)
-    optimizer = targets.call("optimizer", config.optimizer.target, config.optimizer.args, model.parameters())
+    optimizer = _optimizer(config, model)
     schedule = Schedule(total, config.schedule.warmup_steps, config.schedule.decay, config.schedule.final_fraction)
     reference = config.optimizer.scale_lr_from_batch_size
     rate = LearningRate(optimizer, schedule, options.batch_size / reference if reference else 1.0)
@@ -145,6 +145,14 @@ def _loop(config: Config, world: World, order: GlobalOrder, total: int) -> Loop:
     loop = Loop(model, loss, optimizer, rate, world, step, average, _exchange(config))
     seed_all(mix(options.seed, world.rank) % 2**32)  # from here on, dropout and the like differ between ranks
     return loop
+
+
+def _optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+    target, args = config.optimizer.target, config.optimizer.args
+    scaled = config.training.precision == "fp16"  # by a scaler, which has its own way with such optimizers
+    faster = {} if scaled else fused(targets.resolve("optimizer", target), args, model)
+    optimizer: torch.optim.Optimizer = targets.call("optimizer", target, args, model.parameters(), **faster)
+    return optimizer
 
 
 def _exchange(config: Config) -> ExchangeOptions:

@@ -98,10 +98,11 @@ class Finite:
 
 def _finite(gradients: Sequence[torch.Tensor]) -> bool:
     """By their sums: one number that is not finite makes a sum so."""
-    sums = [gradient.sum(dtype=_WIDE.get(gradient.dtype)) for gradient in gradients]
-    if not sums or sums[0].device.type == "cpu":
+    sums = (gradient.sum(dtype=_WIDE.get(gradient.dtype)) for gradient in gradients)
+    if not gradients or gradients[0].device.type == "cpu":
         return all(math.isfinite(value.item()) for value in sums)
-    return math.isfinite(torch.stack([value.to(sums[0].device) for value in sums]).sum().item())
+    first = gradients[0].device
+    return math.isfinite(torch.stack([value.to(first) for value in sums]).sum().item())
 
 
 def _first(told: Sequence[tuple[bool, str, list[int]]]) -> tuple[int, str, str]:

@@ -71,7 +71,7 @@ class Buckets:
     def gradients(self) -> list[torch.Tensor]:
         """All that there are, after the exchange: as few tensors as hold them, which are DDP's buckets."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        places = [gradient.untyped_storage().data_ptr() for gradient in gradients]
+        places = [gradient.data_ptr() for gradient in gradients]
         if places != self._places:
             self._places, self._whole = places, _whole(gradients)
         return self._whole
@@ -110,8 +110,8 @@ class Flat:
         return nullcontext()
 
     def finish(self) -> None:
-        """After the last backward pass of a step: have the mean of all ranks' gradients."""
-        if not self.world.grouped:
+        """After the last backward pass of a step: have the mean of all ranks' gradients. A rank that is alone has it."""
+        if self.world.world_size == 1:
             return
         for gradient in self.gradients:
             gradient.div_(self.world.world_size)

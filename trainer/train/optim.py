@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+
+
+def fused(function: Callable[..., Any], args: Mapping[str, Any], model: nn.Module) -> dict[str, bool]:
+    """What makes one of torch's own optimizers update all parameters at once: an argument for it, or none where it cannot or the
+    user has chosen another way.
+
+    Args:
+        function: the optimizer's class.
+        args: the user's arguments for it.
+    """
+    known = getattr(function, "__module__", "").startswith("torch.optim.") and "fused" in inspect.signature(function).parameters
+    chosen = any(name in args for name in ("fused", "foreach", "capturable", "differentiable"))
+    plain = all(p.is_floating_point() and p.is_contiguous() and p.device.type in ("cpu", "cuda") for p in model.parameters())
+    sparse = any(getattr(module, "sparse", False) for module in model.modules())
+    return {"fused": True} if known and plain and not chosen and not sparse else {}
 
 
 @dataclass(frozen=True)

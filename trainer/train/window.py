@@ -14,7 +14,7 @@ from trainer.train.distributed import World
 class Window:
     """Losses and hits since the last report. A step only keeps references; sums are made some steps at a time, on the device."""
 
-    _HELD = 16  # batches whose outputs are kept at most
+    _HELD, _NUMBERS = 64, 1 << 18  # batches that are kept at most, and numbers in their outputs
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -26,12 +26,16 @@ class Window:
         self._sums: list[torch.Tensor] = []  # each (loss, hits), float64 where the device has it
 
     def add(self, loss: torch.Tensor, outputs: torch.Tensor, targets: torch.Tensor) -> None:
-        """Take in one batch: its mean loss, and its hits where outputs (N, C) and targets (N,) are a classification."""
+        """Take in one batch: its mean loss, and its hits where outputs (N, C) and targets (N,) are a classification.
+
+        Loss and outputs are kept for some steps; they must not bring a graph along.
+        """
         if outputs.ndim != 2 or outputs.shape[1] < 2 or targets.ndim != 1 or targets.is_floating_point():
             self.classified = False
-        self._held.append((loss.detach(), outputs.detach() if self.classified else loss, targets))
+        kept = outputs if self.classified else loss
+        self._held.append((loss, kept, targets))
         self.samples += len(targets)
-        if len(self._held) == self._HELD:
+        if len(self._held) >= min(self._HELD, self._NUMBERS // kept.numel()):
             self._sum_up()
 
     def _sum_up(self) -> None:
