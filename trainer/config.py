@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, model_validator
 
-from trainer.learning import Ddp, Schedule, Training
+from trainer.learning import Ddp, Profile, Schedule, Training
 from trainer.placement import Container, Kubernetes, NonNegativeInt, PositiveInt, Resources, Section, Slurm
 from trainer.supervision import Checkpoint, RollCall, Watch
 
@@ -131,6 +131,7 @@ class Config(Section):
     schedule: Schedule = Schedule()
     training: Training = Training()
     ddp: Ddp = Ddp()
+    profile: Profile = Profile()
     checkpoint: Checkpoint = Checkpoint()
     rollcall: RollCall = RollCall()
     watch: Watch = Watch()

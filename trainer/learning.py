@@ -53,6 +53,17 @@ class Training(Section):
     """Write TensorBoard events beside metrics.jsonl."""
 
 
+class Profile(Section):
+    """A trace of some steps by torch's profiler: RUN/profile/rank-0000.json, for chrome://tracing or Perfetto."""
+
+    start_step: NonNegativeInt | None = None
+    """Optimizer steps done before the first one in it; null: no trace."""
+    steps: PositiveInt = 3
+    """Steps in it."""
+    ranks: list[NonNegativeInt] = [0]
+    """Ranks that write one."""
+
+
 class Ddp(Section):
     """The exchange of gradients between ranks."""
 

@@ -38,6 +38,7 @@ from trainer.train.random_state import seed_all, set_random_state
 from trainer.train.room import check_disk, check_shared_memory
 from trainer.train.run import Cadence, Run
 from trainer.train.stop import StopSignal
+from trainer.train.timing import Trace
 from trainer.train.weights import load
 
 logger = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ def train(config: Config, world: World, pulse: Pulse) -> int:
         samples = len(training)  # type: ignore[arg-type]
         same_length(samples, config.data.target if config.data else "", world)
         order = _order(config, world, samples)
-        total = _total_steps(config, order)
+        total = min(config.training.epochs * order.steps_per_epoch, config.training.max_steps or sys.maxsize)
         loop = _loop(config, world, order, total)
         loop.pulse = pulse
         _resume(config, loop, saver, order.samples)
@@ -94,6 +95,8 @@ def train(config: Config, world: World, pulse: Pulse) -> int:
         if world.rank == 0:
             _tell(config, world, order, loop, total)
         run = Run(world, order, total, loop, saver, training, evaluation, _cadence(config), loading)
+        traced = config.profile.start_step if world.rank in config.profile.ranks else None
+        run.trace = Trace(traced, config.profile.steps, folder / "profile" / f"rank-{world.rank:04d}.json")
         return ExitCode.STOPPED if run.go(stop, folder, config.training.tensorboard) else ExitCode.DONE
 
 
@@ -123,10 +126,6 @@ def _order(config: Config, world: World, samples: int) -> GlobalOrder:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return GlobalOrder(samples, options.batch_size, accumulation, world.rank, world.world_size, options.seed)
-
-
-def _total_steps(config: Config, order: GlobalOrder) -> int:
-    return min(config.training.epochs * order.steps_per_epoch, config.training.max_steps or sys.maxsize)
 
 
 def _loop(config: Config, world: World, order: GlobalOrder, total: int) -> Loop:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from trainer.train.distributed import World
 from trainer.train.exchange import ExchangeOptions
 from trainer.train.exchange import exchange as make_exchange
 from trainer.train.optim import LearningRate, MovingAverage, clip, load_optimizer
+from trainer.train.timing import TimeSplit
 from trainer.train.window import Window
 
 logger = logging.getLogger(__name__)
@@ -74,6 +76,7 @@ class Loop:
         self.before_update: Callable[[], None] = lambda: None  # called before the weights change, in a step or for an evaluation
         self.finite = Finite(world, options.skip_non_finite)
         self.pulse = Pulse()  # where this rank is, for whoever watches
+        self.split = TimeSplit(world.device)
         self._window = Window(world.device)
         self._memory_format = torch.channels_last if options.channels_last else torch.preserve_format
         self._moves = world.device.type != "cpu" or len(world.devices) > 1 or options.channels_last
@@ -86,21 +89,27 @@ class Loop:
     def take_step(self, micro_batches: Iterator[Any]) -> None:
         """One optimizer step over `accumulation` micro-batches: gradients are exchanged in the last one only."""
         self.rate.set(self.updates)
+        self.split.begin(self.step)
         last, taken = self.options.accumulation - 1, []
         for micro in range(self.options.accumulation):
             self.pulse.enter(Phase.DATA)
+            since = time.perf_counter()
             batch = next(micro_batches)
+            self.split.waited(time.perf_counter() - since)
             self.pulse.enter(Phase.FORWARD)
             with self.exchange.accumulating if micro < last else nullcontext():
                 loss, outputs, targets = self._forward(self.model, batch)
+                self.split.ended("forward")
                 self.pulse.enter(Phase.BACKWARD)
                 self._backward(loss if not last else loss / (last + 1))
             taken.append((loss.detach(), outputs.detach(), targets))
         self.exchange.finish()
+        self.split.ended("exchange")
         self.pulse.enter(Phase.OPTIMIZER)
         if self._update_weights([loss for loss, _, _ in taken]):
             for each in taken:
                 self._window.add(*each)
+        self.split.end()
         self.step += 1
         self.pulse.stepped(self.step)
 
@@ -109,6 +118,7 @@ class Loop:
         inputs, targets = batch
         if self._moves:
             inputs = inputs.to(self.world.device, memory_format=self._memory_format, non_blocking=True)
+            self.split.ended("to_device")
         if self._autocast is None:
             outputs = model(inputs)
             targets = targets.to(outputs.device, non_blocking=True) if self._moves else targets
@@ -120,6 +130,7 @@ class Loop:
 
     def _backward(self, loss: torch.Tensor) -> None:
         seed = None if self._scaler else self.finite.seed(loss)
+        self.split.split_backward(loss)
         (self._scaler.scale(loss) if self._scaler else loss).backward(seed)  # type: ignore[no-untyped-call]
 
     def _update_weights(self, losses: Sequence[torch.Tensor]) -> bool:

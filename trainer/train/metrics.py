@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tqdm import tqdm
 logger = logging.getLogger(__name__)
 
 _SHOWN = {"samples_per_second": "images/s"}
+_WAITS, _WORTH_A_WORD = ("data", "to_device", "exchange", "save"), 0.1  # shares of the time
 _BAR_SECONDS = 0.2  # how often the bar is redrawn at most
 
 
@@ -85,7 +87,8 @@ class Progress:
         """Show where the run is after `step` optimizer steps."""
         if self._bar is None and not logger.isEnabledFor(logging.INFO):
             return
-        text = " ".join(f"{_SHOWN.get(name, name)} {_number(value)}" for name, value in values.items() if name != "samples")
+        shown = {name: value for name, value in values.items() if name != "samples" and not name.startswith("share_")}
+        text = " ".join([*(f"{_SHOWN.get(name, name)} {_number(value)}" for name, value in shown.items()), *_bound(values)])
         if self._bar is not None:
             self._bar.set_description(f"epoch {epoch}/{epochs}", refresh=False)
             self._bar.set_postfix_str(text, refresh=False)
@@ -107,6 +110,13 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
             self._stream.close()
+
+
+def _bound(values: Mapping[str, float]) -> list[str]:
+    """What steps wait for most, if that is worth a word."""
+    shares = {name: values.get(f"share_{name}", 0.0) for name in _WAITS}
+    most = max(shares, key=lambda name: shares[name])
+    return [f"{most}-bound {shares[most]:.0%}"] if shares[most] >= _WORTH_A_WORD else []
 
 
 def _number(value: float) -> str:

@@ -22,9 +22,11 @@ from trainer.train.loop import Loop
 from trainer.train.metrics import Metrics, Progress
 from trainer.train.random_state import random_state
 from trainer.train.stop import StopSignal
+from trainer.train.timing import TimeSplit, Trace
 
 logger = logging.getLogger(__name__)
 
+_SAMPLED_EVERY = 10  # steps, of which one tells where the time of all goes
 TERMINAL = "TRAINER_TERMINAL_FD"  # set by the node process: a descriptor for the progress bar
 
 
@@ -58,9 +60,11 @@ class Run:
         self.epochs = -(-total_steps // order.steps_per_epoch)
         self._evaluate_every = cadence.evaluate_every_epochs * order.steps_per_epoch
         self._micro_batches = batches(training, order.micro_batches(loop.step, total_steps), order.seed, loading)
+        self.trace = Trace(None, 0, Path())
         self._report: _Reporter | None = None
         loop.before_update = saver.join
         loop.finite.samples = self._samples
+        loop.split = TimeSplit(world.device, min(_SAMPLED_EVERY, cadence.log_every_steps))
         self._same = SameParameters(world, list(loop.bare.parameters()), loop.step)
 
     def go(self, stop: StopSignal, folder: Path, tensorboard: bool = False) -> bool:
@@ -69,6 +73,7 @@ class Run:
         with self.reporting(folder, tensorboard):
             while self.loop.step < self.total and not stopped:
                 stopped = self.advance(stop)
+            self.trace.stop()  # of a run that ends sooner
             self.loop.pulse.enter(Phase.SAVE)
             saved = self.saver.finish()
         if stopped and self.world.rank == 0:
@@ -89,19 +94,24 @@ class Run:
 
     def advance(self, stop: StopSignal) -> bool:
         """One optimizer step and what is due after it; returns whether the run was saved because it is to stop."""
+        self.trace.at(self.loop.step)
         self.loop.take_step(self._micro_batches)
         step, cadence = self.loop.step, self.cadence
+        if self.trace.at(step):
+            logger.info("trace of %d steps: %s", self.trace.steps, self.trace.file)
         ended = step == self.total
         if ended or step % cadence.log_every_steps == 0:
             self._log()
         if self.evaluation is not None and (ended or step % self._evaluate_every == 0):
-            self._evaluate(self.evaluation)
+            with self.loop.split.spent_on("evaluation"):
+                self._evaluate(self.evaluation)
         stopping = not ended and stop.agreed(step)
         saving = ended or stopping or step % cadence.save_every_steps == 0
         if cadence.compare_every_steps and (saving or step % cadence.compare_every_steps == 0):
             self._same.check(step)
         if saving:
-            self._save()
+            with self.loop.split.spent_on("save"):
+                self._save()
         return stopping
 
     def _samples(self) -> list[int]:
@@ -110,7 +120,7 @@ class Run:
         return [index for _, indices in self.order.micro_batches(step, step + 1) for index in indices.tolist()]
 
     def _log(self) -> None:
-        values = self.loop.training_values()
+        values = {**self.loop.training_values(), **self.loop.split.close()}
         if self._report:
             self._report.training(values)
 
