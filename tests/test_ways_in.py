@@ -122,6 +122,18 @@ def test_a_script_in_a_folder_of_its_own_finds_its_modules_and_arguments(folder:
     assert "42 ['a b', '--local_rank=1', '1/2'] 1 2 3,5" in other.read_text()
 
 
+def test_what_a_script_imports_of_known_libraries_is_there_when_its_ranks_start(folder: Path) -> None:
+    """And nothing else of it has been run."""
+    (folder / "other.py").write_text("import os\nprint('other runs in', os.environ['RANK'])\n")
+    (folder / "script.py").write_text(
+        "import sys\nprint('there:', 'torchvision.ops' in sys.modules, 'torch._dynamo' in sys.modules)\n"
+        "import torch, torchvision.ops, other\nfrom torch.nn.parallel import DistributedDataParallel as DDP\n"
+    )
+    (folder / "run.yaml").write_text("name: mine\nentrypoint: script.py\n")
+    code, output = command(*TRAINER, "run", "run.yaml", cwd=folder)
+    assert code == 0 and "there: True True" in output and output.count("other runs in 0") == 1, output
+
+
 def test_a_compiled_model_learns_the_same_and_saves_under_the_same_names(reference: Path, folder: Path) -> None:
     code, output = command(*TRAINER, "run", *SHORT, overrides(folder / "run"), "training.compile=true")
     assert code == 0, output

@@ -108,7 +108,7 @@ class _Node:
             node = self.node = replace(node, master_port=listener.getsockname()[1])
         self.waker, interface = signals.Signals(os.environ.get(HEALTH_FILE)), self.config.rollcall.interface
         prepare.environment(os.environ, node.nproc_per_node, node.master_addr == "127.0.0.1", interface)
-        prepare.warm_up(TRAIN if self._targets else None, self._targets)
+        prepare.warm_up(self.config.entrypoint, self._targets)
         if listener and not self.unwritable:
             check_resume(self.config, self.folder.folder)
             self.folder.keep_config(dump_config(self.config))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 import sys
 from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
+from pathlib import Path
 
 from trainer import targets
 from trainer.errors import ConfigError, FaultError
@@ -14,6 +17,8 @@ from trainer.node.gpus import Gpus
 from trainer.node.health import raise_file_limit
 from trainer.node.identity import Identity
 from trainer.process import usable_cores
+
+_QUIET = ("numpy", "torch", "torchvision")
 
 
 def environment(environ: MutableMapping[str, str], ranks: int, one_machine: bool, interface: str) -> None:
@@ -35,23 +40,42 @@ def environment(environ: MutableMapping[str, str], ranks: int, one_machine: bool
     sys.path.insert(0, os.getcwd())  # targets of the user's own
 
 
-def warm_up(entrypoint: str | None, parts: Mapping[str, str]) -> None:
+def warm_up(entrypoint: str, parts: Mapping[str, str]) -> None:
     """Import once what every rank needs, so that forked ranks start in a moment. Nothing here may touch CUDA.
 
     Args:
-        entrypoint: the kit's own training package, or None for a script of the user's.
+        entrypoint: the kit's own training package, or the path of a script of the user's.
         parts: section of the config -> target, for the kit's own.
 
     Raises:
         ConfigError: a target does not exist, or a library of the kit's: no rank starts then.
     """
     _bring("torch")
-    if entrypoint:
+    if entrypoint.endswith(".py"):
+        for name in _known_imports(Path(entrypoint)):
+            with suppress(Exception):  # the script may know what to do then
+                importlib.import_module(name)
+    else:
         _bring(f"{entrypoint}.__main__")
         del sys.modules[f"{entrypoint}.__main__"]  # each rank runs it as its own __main__; what it imported stays warm
         importlib.import_module("torch._dynamo")  # the DDP constructor loads it
     for name, target in parts.items():
         targets.resolve(name, target)
+
+
+def _known_imports(script: Path) -> list[str]:
+    """What a script imports of the libraries that are known to start no thread and to leave GPUs alone; other modules of the
+    user's are not run before their time."""
+    try:
+        source = script.read_text(encoding="utf-8")
+        nodes = list(ast.walk(ast.parse(source)))
+    except (OSError, SyntaxError, ValueError):  # the ranks will say it
+        return []
+    found = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    found += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+    if "DistributedDataParallel" in source:
+        found.append("torch._dynamo")  # its constructor loads it
+    return [name for name in dict.fromkeys(found) if name.partition(".")[0] in _QUIET]
 
 
 def _bring(name: str) -> None:
