@@ -82,10 +82,8 @@ lint: $(VENV)/.test
 	$(BIN)/hadolint Dockerfile
 
 bench: $(VENV)/.train
-	$(BIN)/python -m bench.loop
-	$(BIN)/python -m bench.rollcall
-	$(BIN)/python -m bench.checkpoint
-	$(BIN)/python -m bench.input
+	@$(BIN)/pip install -q matplotlib
+	$(BIN)/python -m bench
 
 # The tested versions of everything, a few GB with CUDA, once.
 $(VENV)/.train: pyproject.toml constraints.txt

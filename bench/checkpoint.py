@@ -6,12 +6,13 @@ durable: from the call until the files are synced and have their names; raw: a p
 training as the others are.
 beside: how much longer a step takes while the save is under way, in % of a step.
 
-    python -m bench.checkpoint [--rounds 5] [--width 4096] [--batch 32] [--folder DIR]
+    python -m bench.checkpoint [--rounds 5] [--width 4096] [--batch 32] [--folder DIR] [--json]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import shutil
@@ -139,6 +140,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--folder", type=Path, help="on the disk to be measured")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
@@ -160,10 +162,12 @@ def main() -> None:
                     result = measure(training, save, waited)
                     if number:
                         found[way].append(result)
-    report(found)
+    told = report(found)
+    if arguments.json:
+        print(json.dumps({name: round(value, 5) for name, value in told.items()}))
 
 
-def report(found: dict[str, list[tuple[float, float, float]]]) -> None:
+def report(found: dict[str, list[tuple[float, float, float]]]) -> dict[str, float]:
     """Medians, and the ratios that the bars are about."""
     stalls = {way: [stall for stall, *_ in values] for way, values in found.items()}
     for way, values in found.items():
@@ -171,9 +175,12 @@ def report(found: dict[str, list[tuple[float, float, float]]]) -> None:
         print(f"{way:>10}: stall {stall * 1e3:7.1f} ms, durable {durable:5.2f} s, a step beside it {beside - 1:+.0%}")
     durable = [kit[1] / plain[1] for kit, plain in zip(found["kit"], found["raw"], strict=True)]
     print(f"durable of the kit's / raw: {statistics.median(durable):.2f} [{min(durable):.2f}..{max(durable):.2f}]")
+    told = {"durable_of_raw": statistics.median(durable)}
     for way in ("async_save", "torch.save"):
         each = [kit / other for kit, other in zip(stalls["kit"], stalls[way], strict=True)]
         print(f"stall of the kit's / {way}'s: {statistics.median(each):.4f} [{min(each):.4f}..{max(each):.4f}]")
+        told[f"stall_of_{way.replace('.', '_')}"] = statistics.median(each)
+    return told
 
 
 if __name__ == "__main__":
