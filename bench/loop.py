@@ -3,7 +3,8 @@
 The model is one linear layer at batch 1 on one rank, so that next to nothing but overhead is measured. The kit's side is all that
 a run does between steps: schedule, metrics window, stop signal, metrics.jsonl and a progress
 line as often as by default.
-The null test is the bare loop against itself: a difference inside its range is not resolved.
+The null test is the bare loop against itself: a difference inside its range is not resolved. Accelerate and Lightning take
+part where they are installed.
 
     python -m bench.loop [--json] [--rounds 100] [--steps 150]
 """
@@ -11,6 +12,7 @@ The null test is the bare loop against itself: a difference inside its range is 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import logging
 import tempfile
@@ -20,7 +22,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.interleave import one_rank, ratios
+from bench.interleave import Block, one_rank, ratios
+from bench.peers import Accelerated, Lightning, Stream
 from trainer.config import Training
 from trainer.train.batches import GlobalOrder, Loading, TensorImages
 from trainer.train.checkpoint import Checkpointer
@@ -82,6 +85,14 @@ class Kit:
             self.run.advance(self.stop)
 
 
+def peers(steps: int) -> dict[str, Block]:
+    """Those that are installed in this environment."""
+    order = torch.randperm(SAMPLES).tolist()
+    known = {"accelerate": Accelerated, "lightning": Lightning}
+    there = {name: peer for name, peer in known.items() if importlib.util.find_spec(name)}
+    return {name: peer(Stream(dataset(), order), (FEATURES, CLASSES), RATE, steps) for name, peer in there.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
@@ -93,11 +104,13 @@ def main() -> None:
     with one_rank() as world, tempfile.TemporaryDirectory() as folder:
         bare = Bare(arguments.steps)
         kit, flat = (Kit(world, arguments.steps, Path(folder) / engine, engine) for engine in ("ddp", "flat"))
+        blocks: dict[str, Block] = {"kit": kit, "flat": flat, "null": Bare(arguments.steps), **peers(arguments.steps)}
         with kit.run.reporting(Path(folder) / "ddp"), flat.run.reporting(Path(folder) / "flat"), kit.stop:
-            bare(), kit(), flat()  # warm up
-            found, seconds = ratios(bare, {"kit": kit, "flat": flat, "null": Bare(arguments.steps)}, arguments.rounds)
+            for block in (bare, *blocks.values()):  # warm up
+                block()
+            found, seconds = ratios(bare, blocks, arguments.rounds)
     step_us = seconds / arguments.steps * 1e6
-    told = f"kit / bare {found['kit']}; with ddp.engine=flat {found['flat']}; null test {found['null']}"
+    told = "; ".join(f"{name} / bare {ratio}" for name, ratio in found.items())
     print(f"bare step {step_us:.0f} us CPU; {told}; {arguments.rounds} rounds")
     if arguments.json:
         medians = {name: round(ratio.median, 4) for name, ratio in found.items()}

@@ -6,6 +6,7 @@ import pty
 import select
 import struct
 import termios
+import threading
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,7 @@ def test_on_a_terminal_it_is_a_bar(caplog: pytest.LogCaptureFixture) -> None:
     progress = Progress(done=0, total=100, terminal=terminal)
     progress.show(50, 2, 4, {"loss": 0.25, "samples_per_second": 1000.0})
     progress.say("epoch 2 evaluation")
+    assert [thread.name for thread in threading.enumerate() if "tqdm" in thread.name] == []
     progress.close()
     text = ""
     while select.select([reader], [], [], 0.5)[0]:

@@ -100,7 +100,8 @@ class TensorImages(WholeBatches):
 
     def batch(self, indices: torch.Tensor) -> Sample:
         """For indices (B,): images (B, C, H, W) float32 and labels (B,) int64."""
-        return self.images[indices].float().sub_(self.mean).div_(self.std), self.labels[indices]
+        images = self.images.index_select(0, indices)  # much faster than [indices]
+        return images.float().sub_(self.mean).div_(self.std), self.labels.index_select(0, indices)
 
 
 class Seeded(Dataset[Any]):

@@ -26,6 +26,7 @@ from trainer.train.window import Window
 
 logger = logging.getLogger(__name__)
 
+_AS_IT_IS = nullcontext()
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -97,7 +98,7 @@ class Loop:
             batch = next(micro_batches)
             self.split.waited(time.perf_counter() - since)
             self.pulse.enter(Phase.FORWARD)
-            with self.exchange.accumulating if micro < last else nullcontext():
+            with self.exchange.accumulating if micro < last else _AS_IT_IS:
                 loss, outputs, targets = self._forward(self.model, batch)
                 self.split.ended("forward")
                 self.pulse.enter(Phase.BACKWARD)

@@ -15,6 +15,8 @@ from tqdm import tqdm
 
 logger = logging.getLogger(__name__)
 
+tqdm.monitor_interval = 0  # no thread of its own, beside which loader workers would be forked; also for downloads
+
 _SHOWN = {"samples_per_second": "images/s"}
 _WAITS, _WORTH_A_WORD = ("data", "to_device", "exchange", "save"), 0.1  # shares of the time
 _BAR_SECONDS = 0.2  # how often the bar is redrawn at most

@@ -170,7 +170,7 @@ def _make(packing: _Packing, missing: list[_Work], done: dict[str, Shard], plan:
     temporary.write_text("".join(f"{json.dumps(each)}\n" for each in [plan, *map(asdict, done.values())]), encoding="utf-8")
     temporary.rename(packing.out / PROGRESS)
     total = sum(work.last - work.first for work in missing)
-    tqdm.monitor_interval = 0  # no thread of its own: processes are forked here
+    tqdm.monitor_interval = 0  # as in `metrics`
     context, workers = multiprocessing.get_context("fork"), min(processes, max(1, len(missing)))
     with (
         open(packing.out / PROGRESS, "a", encoding="utf-8") as progress,

@@ -22,6 +22,7 @@ class Window:
 
     def _open(self) -> None:
         self.samples, self.classified, self.started = 0, True, time.monotonic()
+        self._room = self._NUMBERS
         self._held: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._sums: list[torch.Tensor] = []  # each (loss, hits), float64 where the device has it
 
@@ -30,15 +31,15 @@ class Window:
 
         Loss and outputs are kept for some steps; they must not bring a graph along.
         """
-        if outputs.ndim != 2 or outputs.shape[1] < 2 or targets.ndim != 1 or targets.is_floating_point():
-            self.classified = False
-        kept = outputs if self.classified else loss
-        self._held.append((loss, kept, targets))
+        self._held.append((loss, outputs, targets))
         self.samples += len(targets)
-        if len(self._held) >= min(self._HELD, self._NUMBERS // kept.numel()):
+        self._room -= outputs.numel()
+        if self._room <= 0 or len(self._held) >= self._HELD:
             self._sum_up()
 
     def _sum_up(self) -> None:
+        self._room = self._NUMBERS
+        self.classified = self.classified and all(_classification(outputs, targets) for _, outputs, targets in self._held)
         for size, group in itertools.groupby(self._held, key=lambda held: len(held[2])):
             losses, outputs, targets = zip(*group, strict=True)
             loss = torch.stack(losses).sum(dtype=self._dtype) * size
@@ -75,3 +76,8 @@ class Window:
         """Start from the sums of one rank, or of several added up."""
         self._sums = [state["sums"].to(self.device) for state in states]
         self.samples = sum(state["samples"] for state in states)
+
+
+def _classification(outputs: torch.Tensor, targets: torch.Tensor) -> bool:
+    """Whether outputs are (N, C) and targets classes (N,)."""
+    return outputs.ndim == 2 and outputs.shape[1] > 1 and targets.ndim == 1 and not targets.is_floating_point()
