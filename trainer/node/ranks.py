@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import multiprocessing
 import os
@@ -21,7 +20,7 @@ from trainer.errors import ERROR_FILE, ExitCode, write_error_file
 from trainer.node.identity import Identity
 from trainer.node.signals import STOP_SIGNALS
 from trainer.node.stacks import answer_when_asked
-from trainer.process import die_with_parent
+from trainer.process import die_with_parent, leave
 from trainer.pulse import Pulse
 
 SOCKETS = "TRAINER_SOCKETS"  # the folder for those of the loader workers, see `Guard`
@@ -158,16 +157,7 @@ def _run(rank: Rank, parent: int) -> None:
         code = 1
     if code > 0 and code != ExitCode.STOPPED:
         pulse.leave()
-    try:
-        threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's own threads, as the interpreter does
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-    finally:
-        if code < 0:
-            signal.signal(-code, signal.SIG_DFL)
-            os.kill(os.getpid(), -code)
-        os._exit(code)
+    leave(code)
 
 
 def _redirect(log: str) -> None:
