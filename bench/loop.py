@@ -1,8 +1,8 @@
 """CPU time of a step of the kit's loop against the same step in a bare hand-written DDP loop.
 
 The model is one linear layer at batch 1 on one rank, so that next to nothing but overhead is measured. The kit's side is all that
-a run does between steps: schedule, metrics window, stop signal, metrics.jsonl and a progress
-line as often as by default.
+a run does between steps: schedule, metrics window, stop signal, metrics.jsonl and a progress line as often as by default. A rank
+that is alone sends nothing and does without DDP; `of 2` does all that one of two ranks does, whose peer answers at once.
 The null test is the bare loop against itself: a difference inside its range is not resolved. Accelerate and Lightning take
 part where they are installed.
 
@@ -16,6 +16,9 @@ import importlib.util
 import json
 import logging
 import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,14 +27,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.interleave import Block, one_rank, ratios
 from bench.peers import Accelerated, Lightning, Stream
-from trainer.config import Training
+from trainer.learning import Training
 from trainer.train.batches import GlobalOrder, Loading, TensorImages
 from trainer.train.checkpoint import Checkpointer
 from trainer.train.distributed import World
 from trainer.train.exchange import ExchangeOptions
 from trainer.train.loop import Loop, StepOptions
 from trainer.train.models import linear
-from trainer.train.optim import LearningRate, Schedule
+from trainer.train.optim import LearningRate, Schedule, fused
 from trainer.train.run import Cadence, Run
 from trainer.train.stop import StopSignal
 
@@ -71,10 +74,11 @@ class Kit:
 
     def __init__(self, world: World, steps: int, folder: Path, engine: str = "ddp") -> None:
         model = linear(FEATURES, CLASSES)
-        optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9, **fused(torch.optim.SGD, {}, model))
         rate = LearningRate(optimizer, Schedule(FAR, warmup_steps=100))
         self.loop = Loop(model, nn.CrossEntropyLoss(), optimizer, rate, world, StepOptions(), exchange=ExchangeOptions(engine))
-        order, saver = GlobalOrder(SAMPLES, 1, 1, world.rank, world.world_size, seed=0), Checkpointer(folder, world)
+        order = GlobalOrder(SAMPLES, world.world_size, 1, world.rank, world.world_size, seed=0)
+        saver = Checkpointer(folder, world)
         self.run = Run(
             world, order, FAR, self.loop, saver, dataset(), None, Cadence(Training().log_every_steps, 1, FAR), Loading()
         )
@@ -88,7 +92,7 @@ class Kit:
 def peers(steps: int) -> dict[str, Block]:
     """Those that are installed in this environment."""
     order = torch.randperm(SAMPLES).tolist()
-    known = {"accelerate": Accelerated, "lightning": Lightning}
+    known: dict[str, Callable[..., Block]] = {"accelerate": Accelerated, "lightning": Lightning}
     there = {name: peer for name, peer in known.items() if importlib.util.find_spec(name)}
     return {name: peer(Stream(dataset(), order), (FEATURES, CLASSES), RATE, steps) for name, peer in there.items()}
 
@@ -103,9 +107,14 @@ def main() -> None:
     torch.set_num_threads(1)
     with one_rank() as world, tempfile.TemporaryDirectory() as folder:
         bare = Bare(arguments.steps)
-        kit, flat = (Kit(world, arguments.steps, Path(folder) / engine, engine) for engine in ("ddp", "flat"))
-        blocks: dict[str, Block] = {"kit": kit, "flat": flat, "null": Bare(arguments.steps), **peers(arguments.steps)}
-        with kit.run.reporting(Path(folder) / "ddp"), flat.run.reporting(Path(folder) / "flat"), kit.stop:
+        pair = replace(world, world_size=2)
+        names = {"kit": (world, "ddp"), "flat": (world, "flat"), "kit of 2": (pair, "ddp"), "flat of 2": (pair, "flat")}
+        kits = {name: Kit(of, arguments.steps, Path(folder) / name, engine) for name, (of, engine) in names.items()}
+        blocks: dict[str, Block] = {**kits, "null": Bare(arguments.steps), **peers(arguments.steps)}
+        with ExitStack() as stack:
+            stack.enter_context(kits["kit"].stop)
+            for name, kit in kits.items():
+                stack.enter_context(kit.run.reporting(Path(folder) / name))
             for block in (bare, *blocks.values()):  # warm up
                 block()
             found, seconds = ratios(bare, blocks, arguments.rounds)

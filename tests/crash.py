@@ -33,6 +33,7 @@ EVERY = 5
 SETTINGS = (f"checkpoint.every_steps={EVERY}", "training.epochs=100000", "training.log_every_steps=1")
 # Sums over another number of ranks are rounded otherwise; with small steps that does not grow, and a step too many still shows.
 SMALL_STEPS = "optimizer.args={lr: 0.0001}"
+NEAR = 3e-5  # 8,100 undisturbed steps on 4 ranks and on 1 end 1.1e-5 apart, with losses up to 2.2e-6 apart
 # In the writers, which start as fresh processes: every fsync takes a while, so that most of the time a save is under way.
 SLOW = """
 import os, random, time
@@ -141,7 +142,7 @@ def check(
     """Run one undisturbed and one that is killed, with `more` settings, and compare them."""
     total = 100 + 40 * kills  # more than is done between the kills
     exact = len(worlds) == 1
-    settings, near = ([], 0.0) if exact else ([SMALL_STEPS], 1e-5)
+    settings, near = ([], 0.0) if exact else ([SMALL_STEPS], NEAR)
     whole, broken = (Crashes(folder / name, total, settings, random.Random(seed)) for name in ("whole", "broken"))
     broken.settings = [*settings, *more]
     for each in (whole, broken):
@@ -156,7 +157,7 @@ def check(
         os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
     assert [record["step"] for record in metrics(broken.run)] == list(range(1, total + 1)), "each step once"
     for first, second in zip(metrics(whole.run), metrics(broken.run), strict=True):
-        assert first["lr"] == second["lr"] and abs(first["loss"] - second["loss"]) <= 10 * near, (first, second)
+        assert first["lr"] == second["lr"] and abs(first["loss"] - second["loss"]) <= near, (first, second)
     for name, value in saved(whole.run).items():
         difference: Any = (value - saved(broken.run)[name]).abs().max()
         assert difference <= near, (name, difference)

@@ -97,12 +97,15 @@ class Finite:
 
 
 def _finite(gradients: Sequence[torch.Tensor]) -> bool:
-    """By their sums: one number that is not finite makes a sum so."""
-    sums = (gradient.sum(dtype=_WIDE.get(gradient.dtype)) for gradient in gradients)
-    if not gradients or gradients[0].device.type == "cpu":
-        return all(math.isfinite(value.item()) for value in sums)
-    first = gradients[0].device
-    return math.isfinite(torch.stack([value.to(first) for value in sums]).sum().item())
+    """By their sums, or on a GPU by the largest, which few kernels find: one number that is not finite makes either so."""
+    if gradients and gradients[0].device.type != "cpu":
+        return math.isfinite(_largest(gradients))
+    return all(math.isfinite(gradient.sum(dtype=_WIDE.get(gradient.dtype)).item()) for gradient in gradients)
+
+
+def _largest(gradients: Sequence[torch.Tensor]) -> float:
+    """The largest magnitude in all of them."""
+    return nn.utils.get_total_norm(gradients, math.inf).item()
 
 
 def _first(told: Sequence[tuple[bool, str, list[int]]]) -> tuple[int, str, str]:

@@ -42,13 +42,14 @@ def exchange(model: nn.Module, world: World, options: ExchangeOptions) -> Bucket
 
 
 class Buckets:
-    """torch's DDP, if there is anybody and anything to exchange with."""
+    """torch's DDP, if there is anybody and anything to exchange with: a rank that is alone does without."""
 
     def __init__(self, model: nn.Module, world: World, options: ExchangeOptions) -> None:
-        self.model, self._parameters = model, [p for p in model.parameters() if p.requires_grad]
+        self.model = self._bare = model
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._places, self._whole = list[int](), list[torch.Tensor]()
         self.finds_unused = options.find_unused_parameters
-        if not world.grouped or not self._parameters:
+        if world.world_size == 1 or not self._parameters:
             return
         single = len(world.devices) == 1 and world.device.type == "cuda"
         self.model = wrapped = DistributedDataParallel(
@@ -69,8 +70,10 @@ class Buckets:
 
     @property
     def gradients(self) -> list[torch.Tensor]:
-        """All that there are, after the exchange: as few tensors as hold them, which are DDP's buckets."""
+        """All that there are, after the exchange; of DDP's, as few tensors as hold them, which are its buckets."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if self.model is self._bare:
+            return gradients
         places = [gradient.data_ptr() for gradient in gradients]
         if places != self._places:
             self._places, self._whole = places, _whole(gradients)
@@ -97,10 +100,10 @@ class Flat:
         if any(not _dense(p) for p in parameters):
             raise ConfigError("ddp.engine=flat: a parameter of this model is a view of other memory; use ddp.engine=ddp")
         sizes = [parameter.numel() for parameter in parameters]
-        if world.grouped and len(set(map(abs, world.largest_numbers(sum(sizes), -sum(sizes))))) > 1:
+        if world.world_size > 1 and len(set(map(abs, world.largest_numbers(sum(sizes), -sum(sizes))))) > 1:
             raise ConfigError("ddp.engine=flat: ranks have models of different sizes; build the same one on all")
         self.gradients = [_flatten(group) for group in _alike(parameters)]
-        if world.grouped:
+        if world.world_size > 1:
             for tensor in (*(p.data for p in parameters), *model.buffers()):
                 dist.broadcast(tensor, src=0)
 

@@ -200,7 +200,7 @@ class Loop:
 
     def _share_buffers(self) -> None:
         """Give all ranks rank 0's buffers (BatchNorm statistics), so that what is evaluated is what is saved."""
-        if self.world.grouped and any(True for _ in self.bare.buffers()):
+        if self.world.world_size > 1 and any(True for _ in self.bare.buffers()):
             for buffer in self.bare.buffers():
                 torch.distributed.broadcast(buffer, src=0)
 
