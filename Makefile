@@ -13,7 +13,7 @@ RUN ?=
 BIN := $(VENV)/bin
 SLURM_PACKAGES := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2 iptables gcc libc6-dev libslurm-dev \
   slurm-wlm-basic-plugins-dev
-PEERS := accelerate==1.16.0 lightning==2.6.6 matplotlib
+PEERS := accelerate==1.16.0 lightning==2.6.6 matplotlib simplejpeg
 DOCKER_PACKAGES := docker.io slirp4netns mmdebstrap iproute2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -89,7 +89,7 @@ bench: $(VENV)-bench/.made
 $(VENV)-bench/.made: $(VENV)/.train
 	$(PYTHON) -m venv "$(VENV)-bench"
 	@$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > "$$("$(VENV)-bench/bin/python" -c 'import site; print(site.getsitepackages()[0])')/kit.pth"
-	"$(VENV)-bench/bin/pip" install -q $(PEERS)
+	"$(VENV)-bench/bin/pip" install -q -c constraints.txt $(PEERS)
 	@touch "$@"
 
 # The tested versions of everything, a few GB with CUDA, once.

@@ -15,6 +15,7 @@ import argparse
 import importlib.util
 import json
 import logging
+import os
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -104,6 +105,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150, help="optimizer steps of a block")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # else Accelerate sets another number for all
     torch.set_num_threads(1)
     with one_rank() as world, tempfile.TemporaryDirectory() as folder:
         bare = Bare(arguments.steps)

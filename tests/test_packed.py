@@ -288,6 +288,7 @@ def test_a_folder_of_images_is_packed_by_classes(folder: Path, monkeypatch: pyte
     assert index.classes == ["cat", "dog"] and training.labels.tolist() == [0, 0, 0, 1, 1, 1] and evaluation is not None
     by_pil = numpy.asarray(Image.open(root / "train" / "cat" / "0.jpg")).transpose(2, 0, 1)
     assert numpy.array_equal(training.pixels(0).numpy(), by_pil)
+    assert pictures.DECODER == "simplejpeg"
     for decoder in (pictures._simplejpeg, None):  # the second is PIL
         monkeypatch.setattr(pictures, "_simplejpeg", decoder)
         out = folder / f"small {decoder is None}"
