@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 
 import numpy
@@ -72,17 +72,20 @@ def test_starting_in_the_middle_goes_on_as_if_never_stopped(first: int) -> None:
 
 @given(
     st.integers(8, 150),
+    st.sampled_from([1, 2, 5, 9]),
     st.sampled_from([4, 8, 12, 16]),
     st.lists(st.tuples(st.integers(1, 30), st.sampled_from([1, 2, 4])), min_size=1, max_size=5),
     st.integers(0, 3),
 )
-@example(103, 8, [(6, 4), (3, 2), (20, 4)], 0)
+@example(103, 1, 8, [(6, 4), (3, 2), (20, 4)], 0)
+@example(103, 12, 8, [(6, 4), (3, 2), (20, 4)], 0)
 def test_stops_and_other_world_sizes_leave_the_order_as_it_is(
-    samples: int, batch_size: int, parts: list[tuple[int, int]], seed: int
+    samples: int, block_size: int, batch_size: int, parts: list[tuple[int, int]], seed: int
 ) -> None:
     """Stopped and resumed on another number of ranks, again and again: the same samples in the same global batches, in every
     epoch each at most once, all but the tail; and the next epoch in another order."""
-    samples, arguments = max(samples, batch_size), {"batch_size": batch_size, "seed": seed}
+    samples = max(samples, block_size * batch_size)
+    arguments = {"batch_size": batch_size, "seed": seed, "block_size": block_size}
     total = sum(steps for steps, _ in parts)
     whole = GlobalOrder(samples, **arguments, accumulation=1, rank=0, world_size=1)
     seen, first = [], 0
@@ -98,6 +101,44 @@ def test_stops_and_other_world_sizes_leave_the_order_as_it_is(
         assert len(set(epoch)) == len(epoch)
     if total >= 2 * length:
         assert len(epochs[0]) == samples // batch_size * batch_size and epochs[0] != epochs[1]
+
+
+@pytest.mark.parametrize("block_size", [2, 7, 16, 40])
+def test_blocks_are_read_one_after_the_other_and_no_batch_has_two_samples_of_one(block_size: int) -> None:
+    batch_size, samples = 32, 2000
+    order = GlobalOrder(samples, batch_size, 1, 0, 1, seed=5, block_size=block_size)
+    steps = torch.stack([order.global_batch(step) for step in range(order.steps_per_epoch)]) // block_size
+    assert all(len(set(batch)) == batch_size for batch in steps.tolist())
+    places = list(steps.t().tolist())
+    for place in places:  # once a block is left, this place does not come back to it
+        assert len([block for block, _ in groupby(place)]) == len(set(place)) <= order.steps_per_epoch // block_size + 2
+    assert steps.flatten().tolist() != sorted(steps.flatten().tolist())
+    ranks = [GlobalOrder(samples, batch_size, 1, rank, 4, seed=5, block_size=block_size) for rank in range(4)]
+    used = [{index // block_size for _, part in each.micro_batches(0, 62) for index in part.tolist()} for each in ranks]
+    shared = sum(len(mine) for mine in used) - len(set.union(*used))
+    assert shared <= 4, "no rank reads another's blocks, but where one's places end"
+
+
+def test_batches_of_sorted_data_are_mixed_as_well_by_blocks_as_without() -> None:
+    """By how the share of a class varies from batch to batch; batches near each other have blocks in common, as documented."""
+
+    def shares(block_size: int) -> torch.Tensor:
+        order = GlobalOrder(640_000, 64, 1, 0, 1, seed=1, block_size=block_size)  # ten classes, one after the other
+        return torch.stack([(batch < 64_000).double().mean() for _, batch in order.micro_batches(0, 10_000)])
+
+    exact, blocks = shares(1), shares(20)
+    assert exact.mean() == pytest.approx(0.1, abs=0.002) and blocks.mean() == pytest.approx(0.1, abs=0.002)
+    assert exact.var().item() == pytest.approx(0.1 * 0.9 / 64, rel=0.05)
+    assert blocks.var().item() == pytest.approx(0.1 * 0.9 / 64, rel=0.2)  # a twentieth as many draws that are independent
+    for apart, expected in {1: 0.95, 10: 0.5, 20: 0, 100: 0}.items():
+        deviations = blocks - blocks.mean()
+        correlation = (deviations[apart:] * deviations[:-apart]).mean() / blocks.var()
+        assert correlation.item() == pytest.approx(expected, abs=0.12), apart
+
+
+def test_blocks_that_are_longer_than_an_epoch_has_steps_are_refused() -> None:
+    with pytest.raises(ConfigError, match="data.shuffle_block_size=13: .*; make it at most 12, the steps of an epoch"):
+        GlobalOrder(103, 8, 1, 0, 1, 0, block_size=13)
 
 
 def test_a_batch_larger_than_the_data_is_refused() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
+import mmap
 import os
 import pickle
 import re
@@ -31,7 +33,7 @@ from trainer.train.batches import GlobalOrder, Loading, TensorImages, batches, m
 from trainer.train.data import digits, packed
 from trainer.train.pack import pack, verify
 from trainer.train.packed import Packed
-from trainer.train.shards import Index
+from trainer.train.shards import Index, Mapped
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")  # newer Pythons warn of forks
 NUMBERS = "trainer.train.data:digits"
@@ -456,3 +458,29 @@ def test_memory_stays_flat_over_data_twice_the_limit(tmp_path: Path) -> None:
     samples, anonymous, most, most_anonymous, first = map(int, output.split())
     assert samples * 3 * 64 * 64 >= 2 * limit - 12288 and most_anonymous - anonymous < 8 << 10, output
     assert most - first < 96 << 10, output  # KiB, with pages let go of every 32 MiB; nearly a GiB was read
+
+
+def in_memory(rows: Mapped) -> int:
+    """How many of its pages are in the page cache."""
+    pages = (ctypes.c_ubyte * (-(-rows.bytes // mmap.PAGESIZE)))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(rows._base), ctypes.c_size_t(rows.bytes), pages) == 0
+    return sum(page & 1 for page in pages)
+
+
+@pytest.mark.parametrize("block_size", [1, 64])
+def test_blocks_are_read_in_one_piece(block_size: int, tmp_path: Path) -> None:
+    """And single samples are not, where memory is short."""
+    index = pack(COLOURS, tmp_path / "data", {"images": 4096, "shape": [3, 32, 32]})
+    data, _ = packed(str(tmp_path / "data"))
+    data.images._advise(mmap.MADV_RANDOM)
+    for shard in index.parts["train"]:
+        with open(tmp_path / "data" / shard.file, "rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if in_memory(data.images):
+        pytest.skip("this file system keeps its files in memory")
+    order = GlobalOrder(len(data), 8, 1, 0, 1, 0, block_size)
+    next(data.batches(order.micro_batches(0, 2), 0, block_size=block_size))
+    used = 8 * block_size * data.images.rows.shape[1] / mmap.PAGESIZE  # pages
+    assert wait_until(lambda: in_memory(data.images) >= used - 2, 5)
+    assert in_memory(data.images) <= used + 2 * 8

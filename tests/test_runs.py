@@ -145,13 +145,12 @@ def test_a_resume_at_another_world_size_sees_each_sample_once_and_learns_the_sam
     assert equal(saved(run), saved(constant), within=1e-6)
 
 
-def test_a_changed_batch_size_is_refused_at_a_resume(folder: Path) -> None:
+def test_another_order_of_the_samples_is_refused_at_a_resume(folder: Path) -> None:
     assert command(*TRAINER, "node", *slow(folder / "run", 0.0), "training.max_steps=2")[0] == 0
-    code, output = command(*TRAINER, "node", *slow(folder / "run", 0.0), "training.batch_size=16")
-    assert code == ExitCode.CONFIG
-    assert (
-        output.splitlines()[-1].startswith("error: training.batch_size=16: the checkpoints in ") and "were made with 8" in output
-    )
+    for change, before in {"training.batch_size=16": 8, "training.seed=3": 0, "data.shuffle_block_size=4": 1}.items():
+        code, output = command(*TRAINER, "node", *slow(folder / "run", 0.0), change)
+        assert code == ExitCode.CONFIG
+        assert re.match(rf"error: {change}: the checkpoints in .* were made with {before}, ", output.splitlines()[-1]), output
     code, output = command(*TRAINER, "node", str(folder / "run" / "config.yaml"))
     assert code == 0 and "resuming at step 2" in output, "the refused change was not written into the run"
 

@@ -87,6 +87,8 @@ class Data(Target):
     """How loader processes start; the other two are slower and inherit no lock that a thread holds."""
     prefetch_factor: PositiveInt = 2
     """Batches that each loader process keeps ready."""
+    shuffle_block_size: PositiveInt = 1
+    """Samples that lie together and are read together, for slow storage (docs/data.md); 1: any sample in any place."""
 
 
 class Loss(Target):

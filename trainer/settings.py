@@ -96,11 +96,11 @@ def check_resume(config: Config, folder: Path) -> None:
     if not file.is_file() or not any(folder.glob("checkpoints/step-*/manifest.json")):
         return
     before = load_config(file)
-    for name in ("batch_size", "seed"):
-        old, new = getattr(before.training, name), getattr(config.training, name)
+    for name in ("training.batch_size", "training.seed", "data.shuffle_block_size"):
+        old, new = (getattr(getattr(each, name.partition(".")[0]), name.partition(".")[2], None) for each in (before, config))
         if old != new:
             raise ConfigError(
-                f"training.{name}={new}: the checkpoints in {folder} were made with {old}, and the order of the samples "
+                f"{name}={new}: the checkpoints in {folder} were made with {old}, and the order of the samples "
                 "hangs on it; set it back or start a new run"
             )
 

@@ -86,11 +86,11 @@ def train(config: Config, world: World, pulse: Pulse) -> int:
         check_shared_memory(training, micro or max(1, config.training.batch_size // world.world_size), loading, world)
         samples = len(training)  # type: ignore[arg-type]
         same_length(samples, config.data.target if config.data else "", world)
-        order = _order(config, world, samples)
+        order = _order(config, world, samples, loading.block_size)
         total = min(config.training.epochs * order.steps_per_epoch, config.training.max_steps or sys.maxsize)
         loop = _loop(config, world, order, total)
         loop.pulse = pulse
-        _resume(config, loop, saver, order.samples)
+        _resume(config, loop, saver, order)
         if world.rank == 0 and (doubt := check_disk(saver.folder, loop.states, saver.keep_last)):
             logger.warning(f"warning: {doubt}")
         if world.rank == 0:
@@ -120,13 +120,13 @@ def _data(config: Config) -> tuple[Dataset[Any], Dataset[Any] | None]:
     return split(config.data.target, targets.call("data", config.data.target, config.data.args))
 
 
-def _order(config: Config, world: World, samples: int) -> GlobalOrder:
+def _order(config: Config, world: World, samples: int, blocks: int) -> GlobalOrder:
     options = config.training
     try:
         accumulation = accumulation_steps(options.batch_size, options.micro_batch_size, world.world_size)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    return GlobalOrder(samples, options.batch_size, accumulation, world.rank, world.world_size, options.seed)
+    return GlobalOrder(samples, options.batch_size, accumulation, world.rank, world.world_size, options.seed, blocks)
 
 
 def _loop(config: Config, world: World, order: GlobalOrder, total: int) -> Loop:
@@ -195,16 +195,17 @@ def _loading(config: Config, world: World) -> Loading:
     data = config.data
     assert data is not None
     pin = data.pin_memory and world.device.type == "cuda"
-    return Loading(data.num_workers, data.prefetch_factor, pin, data.multiprocessing_context, _patience(config), world.device)
+    how = (data.num_workers, data.prefetch_factor, pin, data.multiprocessing_context)
+    return Loading(*how, _patience(config), world.device, data.shuffle_block_size)
 
 
-def _resume(config: Config, loop: Loop, saver: Checkpointer, samples: int) -> None:
+def _resume(config: Config, loop: Loop, saver: Checkpointer, order: GlobalOrder) -> None:
     state = saver.load(required=config.checkpoint.resume == "required")
     if state is None:
         return
-    now = {"training.batch_size": config.training.batch_size, "training.seed": config.training.seed, "data: samples": samples}
-    for name, value in now.items():
-        before = state[re.split(r"[.: ]+", name)[-1]]
+    now = {"training.batch_size": order.batch_size, "training.seed": order.seed, "data: samples": order.samples}
+    for name, value in {**now, "data.shuffle_block_size": order.block_size}.items():
+        before = state.get(re.split(r"[.: ]+", name)[-1], 1)
         if before != value:
             raise ConfigError(
                 f"{name}={value}: the checkpoint of step {state['step']} has {before} ({saver.folder}), "
@@ -236,12 +237,8 @@ def _keep_config(config: Config, folder: Path) -> None:
 
 
 def _configure_logging(world: World) -> None:
-    logging.basicConfig(
-        level=logging.INFO if world.rank == 0 else logging.WARNING,
-        format=f"[{world.host} r{world.rank}] %(message)s",
-        stream=sys.stderr,
-        force=True,
-    )
+    level = logging.INFO if world.rank == 0 else logging.WARNING
+    logging.basicConfig(level=level, format=f"[{world.host} r{world.rank}] %(message)s", stream=sys.stderr, force=True)
 
 
 if __name__ == "__main__":

@@ -41,9 +41,23 @@ class GlobalOrder:
     The order of an epoch is a permutation by (seed, epoch) alone. Global batch k is its k-th run of `batch_size` samples, and
     rank r takes from it, in accumulation step a, the micro-batch number a * world_size + r: the same batches in the same order
     at any world size. The samples behind the last whole global batch are left out, others in each epoch.
+
+    With blocks, samples that lie together are used near each other in time, so that storage is read in long pieces: each place
+    in the batch takes one block after the other, in random order, and each block's samples in random order. All samples of a
+    batch come from different blocks, so it is mixed as well as without; but batches that are d < `block_size` steps apart have
+    1 - d / block_size of their blocks in common. A rank's part of the batch are places of its own, so it reads blocks of its own.
     """
 
-    def __init__(self, samples: int, batch_size: int, accumulation: int, rank: int, world_size: int, seed: int) -> None:
+    def __init__(
+        self, samples: int, batch_size: int, accumulation: int, rank: int, world_size: int, seed: int, block_size: int = 1
+    ) -> None:
+        """
+        Args:
+            block_size: samples that are read together; 1: any sample in any place.
+
+        Raises:
+            ConfigError: no such batch, or no such blocks, can be made of the samples.
+        """
         if samples < batch_size:
             raise ConfigError(
                 f"training.batch_size={batch_size}: the training data has only {samples} samples; make it at most {samples}"
@@ -51,7 +65,12 @@ class GlobalOrder:
         self.samples, self.batch_size, self.accumulation = samples, batch_size, accumulation
         self.rank, self.world_size, self.seed = rank, world_size, seed
         self.micro_batch_size = batch_size // (accumulation * world_size)
-        self.steps_per_epoch = samples // batch_size
+        self.steps_per_epoch, self.block_size = samples // batch_size, block_size
+        if block_size > self.steps_per_epoch:
+            raise ConfigError(
+                f"data.shuffle_block_size={block_size}: a batch would have several samples of one block; make it at most "
+                f"{self.steps_per_epoch}, the steps of an epoch"
+            )
 
     def global_batch(self, step: int) -> torch.Tensor:
         """Sample indices of the global batch of optimizer step `step` (from 0, over all epochs): shape (batch_size,)."""
@@ -70,13 +89,20 @@ class GlobalOrder:
                 yield epoch, permutation[start : start + self.micro_batch_size]
 
     def _permutation(self, epoch: int) -> torch.Tensor:
-        return torch.randperm(self.samples, generator=torch.Generator().manual_seed(mix(self.seed, epoch)))
+        generator = torch.Generator().manual_seed(mix(self.seed, epoch))
+        if self.block_size == 1:
+            return torch.randperm(self.samples, generator=generator)
+        order = torch.randperm(-(-self.samples // self.block_size), generator=generator)
+        within = torch.rand(self.samples, dtype=torch.float64, generator=generator)
+        keys = order[torch.arange(self.samples) // self.block_size] + within
+        places = keys.argsort(stable=True)[: self.steps_per_epoch * self.batch_size].view(self.batch_size, -1)
+        return places.t().reshape(-1)
 
 
 class WholeBatches(Dataset[Sample]):
     """A dataset that gives whole batches itself, faster than loader workers could hand them over."""
 
-    def batches(self, chosen: Iterator[Chosen], seed: int, device: torch.device) -> Iterator[Sample]:
+    def batches(self, chosen: Iterator[Chosen], seed: int, device: torch.device, block_size: int = 1) -> Iterator[Sample]:
         """The batches chosen, in order; they may be on the device already."""
         raise NotImplementedError
 
@@ -94,7 +120,7 @@ class TensorImages(WholeBatches):
         image, label = self.batch(torch.tensor([index]))
         return image[0], label[0]
 
-    def batches(self, chosen: Iterator[Chosen], seed: int, device: torch.device) -> Iterator[Sample]:
+    def batches(self, chosen: Iterator[Chosen], seed: int, device: torch.device, block_size: int = 1) -> Iterator[Sample]:
         """As `batch`, in the CPU's memory."""
         return (self.batch(indices) for _, indices in chosen)
 
@@ -135,12 +161,13 @@ class Loading:
     multiprocessing_context: str = "fork"
     timeout_seconds: float = 0  # a worker that gives nothing for so long is an error; 0: wait for ever
     device: torch.device = CPU  # where whole batches are wanted
+    block_size: int = 1  # samples that are used near each other in time, and had better be read together
 
 
 def batches(dataset: Dataset[Any], chosen: Iterator[Chosen], seed: int, loading: Loading) -> Iterator[Any]:
     """The batches that were chosen, in order. Loader workers, if any, live until the last of them."""
     if isinstance(dataset, WholeBatches):
-        return dataset.batches(chosen, seed, loading.device)
+        return dataset.batches(chosen, seed, loading.device, loading.block_size)
     workers = loading.num_workers
     if workers:
         _prepare_for_workers(loading)

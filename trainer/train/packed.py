@@ -103,12 +103,12 @@ class Packed(WholeBatches):
         """One image as it was packed: (C, H, W) uint8."""
         return self.images.rows[index, : math.prod(self.shape)].clone().view(self.shape)
 
-    def batches(self, chosen: Iterator[Chosen], seed: int, device: torch.device = CPU) -> Iterator[Sample]:
+    def batches(self, chosen: Iterator[Chosen], seed: int, device: torch.device = CPU, block_size: int = 1) -> Iterator[Sample]:
         """Images (B, C, H, W) float32 on the device, and labels (B,) int64 or, where they are mixed, (B, classes) float32.
 
         On a GPU, a thread works two batches ahead of the step.
         """
-        made = _Batches(self, seed, device)
+        made = _Batches(self, seed, device, block_size)
         batches = (made.batch(epoch, indices) for epoch, indices in chosen)
         return ahead(batches, device) if device.type == "cuda" else batches
 
@@ -116,8 +116,9 @@ class Packed(WholeBatches):
 class _Batches:
     """Makes batches one after the other in buffers that it keeps, since fresh memory costs more than what is done in it."""
 
-    def __init__(self, data: Packed, seed: int, device: torch.device) -> None:
+    def __init__(self, data: Packed, seed: int, device: torch.device, block_size: int) -> None:
         self.data, self.seed, self.device, self.augment = data, seed, device, data.augment
+        self.block_size, self._begun = block_size, set[int]()  # blocks of samples, this epoch
         self.scale, self.bias = data.scale.to(device), data.bias.to(device)
         self._known: tuple[int, int] = (-1, 0)
         self._kept: dict[tuple[str, int], torch.Tensor] = {}
@@ -129,9 +130,18 @@ class _Batches:
         """The batch of sample indices (B,)."""
         if epoch != self._known[0]:
             self._known = epoch, mix(self.seed, epoch)
+            self._begun.clear()
+        if self.block_size > 1:
+            self._read_ahead(indices)
         key, samples = self._known[1], indices.numpy()
         images, targets = self._images(key, indices), self.data.labels[indices].to(self.device, non_blocking=True)
         return self._mixed(key, samples, images, targets) if self.augment.mixes else (images, targets)
+
+    def _read_ahead(self, indices: torch.Tensor) -> None:
+        """Have each block read in one piece when its first sample is used."""
+        for block in set((indices // self.block_size).tolist()) - self._begun:
+            self._begun.add(block)
+            self.data.images.read_ahead(block * self.block_size, self.block_size)
 
     def _images(self, key: int, indices: torch.Tensor) -> torch.Tensor:
         """Some samples at a time, so that they stay in a core's cache; on a GPU all at once."""

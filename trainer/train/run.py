@@ -137,6 +137,7 @@ class Run:
             "samples": order.samples,
             "batch_size": order.batch_size,
             "seed": order.seed,
+            "shuffle_block_size": order.block_size,
         }
         own = {**self.loop.own_state(), "random": random_state()}
         self.saver.save(step, {**position, **self.loop.state()}, own, behind=True)
