@@ -16,8 +16,10 @@ from tests.jobs import SHORT, TRAINER, command, metrics, overrides
 from tests.test_loop import make_loop, small_data
 from trainer.train.distributed import World
 from trainer.train.exchange import ExchangeOptions
+from trainer.train.loop import StepOptions
 from trainer.train.metrics import _bound
 from trainer.train.timing import PARTS, TimeSplit
+from trainer.train.utilisation import Utilisation, peak_tflops
 
 
 def waiting(seconds: float) -> Iterator[Any]:
@@ -73,7 +75,7 @@ def test_what_steps_wait_for_is_in_the_progress_line() -> None:
 def test_some_steps_of_some_ranks_are_traced(start: int, steps: int, within: int, folder: Path) -> None:
     """Also where the run ends sooner."""
     run = folder / "run"
-    window = [f"profile.start_step={start}", f"profile.steps={steps}", "profile.ranks=[1]"]
+    window = [f"profile.start_step={start}", f"profile.steps={steps}", "profile.ranks=[1]", "training.peak_tflops=0.05"]
     code, output = command(*TRAINER, "run", *SHORT, overrides(run), *window)
     assert code == 0, output
     (trace,) = (run / "profile").iterdir()
@@ -81,4 +83,38 @@ def test_some_steps_of_some_ranks_are_traced(start: int, steps: int, within: int
     names = [event.get("name") for event in json.loads(trace.read_text())["traceEvents"] if event.get("cat") == "user_annotation"]
     assert names.count("Optimizer.step#SGD.step") == within
     trained = [record for record in metrics(run) if record["kind"] == "train"]
+    assert all(0 < record["mfu"] < 1 for record in trained)
     assert all(sum(value for name, value in each.items() if name.startswith("share_")) > 0.98 for each in trained)
+
+
+@pytest.mark.parametrize(("compiled", "accumulation"), [(False, 1), (False, 4), (True, 1)])
+def test_the_operations_of_a_step_are_counted(compiled: bool, accumulation: int) -> None:
+    """Two layers without biases: forward and the gradients of the weights of both, and of the input of the second."""
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 32, bias=False), torch.nn.Linear(32, 10, bias=False))
+    if compiled:
+        model.compile()
+    loop, batches = make_loop(World(), StepOptions(accumulation=accumulation), model), waiting(0)
+    used = Utilisation(World(), "fp32", tflops=1e-6)
+    assert used.pending and used.of(1.0) == {}
+    with used.counting():
+        loop.take_step(batches)
+    products = 16 * (2 * 64 * 32 + 3 * 32 * 10)
+    assert used.of(0.5) == {"mfu": round(accumulation * 2 * products * 0.5 / 1e6, 4)} and not used.pending
+    before = loop.step
+    loop.take_step(batches)
+    assert loop.step == before + 1
+
+
+def test_peaks_are_known_by_the_names_of_devices() -> None:
+    names = {
+        "NVIDIA H100 80GB HBM3": 989,
+        "NVIDIA H100 PCIe": 756,
+        "NVIDIA A100-SXM4-80GB": 312,
+        "NVIDIA L40S": 362,
+        "NVIDIA L4": 121,
+    }
+    assert {name: peak_tflops(name, "bf16") for name in names} == names
+    assert peak_tflops("Tesla V100-SXM2-32GB", "fp16") == 125 and peak_tflops("Tesla V100-SXM2-32GB", "bf16") is None
+    assert peak_tflops("NVIDIA A100-SXM4-80GB", "fp32") == 19.5
+    assert peak_tflops("NVIDIA A10G", "fp16") is peak_tflops("NVIDIA GeForce RTX 4090", "fp16") is None
+    assert not Utilisation(World(), "fp32").pending, "a CPU"

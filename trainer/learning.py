@@ -49,6 +49,8 @@ class Training(Section):
     """Evaluate after every so many epochs, and at the end."""
     non_finite: Literal["stop", "skip"] = "stop"
     """What a step does whose loss or gradients are not finite: end the run, or be left out on all ranks (10 in a row end it)."""
+    peak_tflops: PositiveFloat | None = None
+    """TFLOP/s of one of a rank's devices at this precision, for `mfu` in metrics.jsonl; null: known of many NVIDIA GPUs."""
     tensorboard: bool = False
     """Write TensorBoard events beside metrics.jsonl."""
 

@@ -40,6 +40,7 @@ from trainer.train.room import check_disk, check_shared_memory
 from trainer.train.run import Cadence, Run
 from trainer.train.stop import StopSignal
 from trainer.train.timing import Trace
+from trainer.train.utilisation import Utilisation
 from trainer.train.weights import load
 
 logger = logging.getLogger(__name__)
@@ -96,6 +97,7 @@ def train(config: Config, world: World, pulse: Pulse) -> int:
         if world.rank == 0:
             _tell(config, world, order, loop, total)
         run = Run(world, order, total, loop, saver, training, evaluation, _cadence(config), loading)
+        run.utilisation = Utilisation(world, config.training.precision, config.training.peak_tflops)
         traced = config.profile.start_step if world.rank in config.profile.ranks else None
         run.trace = Trace(traced, config.profile.steps, folder / "profile" / f"rank-{world.rank:04d}.json")
         return ExitCode.STOPPED if run.go(stop, folder, config.training.tensorboard) else ExitCode.DONE

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,11 @@ from trainer.train.metrics import Metrics, Progress
 from trainer.train.random_state import random_state
 from trainer.train.stop import StopSignal
 from trainer.train.timing import TimeSplit, Trace
+from trainer.train.utilisation import Utilisation
 
 logger = logging.getLogger(__name__)
 
+_AS_IT_IS = nullcontext()
 _SAMPLED_EVERY = 10  # steps, of which one tells where the time of all goes
 TERMINAL = "TRAINER_TERMINAL_FD"  # set by the node process: a descriptor for the progress bar
 
@@ -60,7 +62,7 @@ class Run:
         self.epochs = -(-total_steps // order.steps_per_epoch)
         self._evaluate_every = cadence.evaluate_every_epochs * order.steps_per_epoch
         self._micro_batches = batches(training, order.micro_batches(loop.step, total_steps), order.seed, loading)
-        self.trace = Trace(None, 0, Path())
+        self.trace, self.utilisation = Trace(None, 0, Path()), Utilisation(world, loop.options.precision)
         self._report: _Reporter | None = None
         loop.before_update = saver.join
         loop.finite.samples = self._samples
@@ -95,7 +97,8 @@ class Run:
     def advance(self, stop: StopSignal) -> bool:
         """One optimizer step and what is due after it; returns whether the run was saved because it is to stop."""
         self.trace.at(self.loop.step)
-        self.loop.take_step(self._micro_batches)
+        with self.utilisation.counting() if self.utilisation.pending else _AS_IT_IS:
+            self.loop.take_step(self._micro_batches)
         step, cadence = self.loop.step, self.cadence
         if self.trace.at(step):
             logger.info("trace of %d steps: %s", self.trace.steps, self.trace.file)
@@ -121,6 +124,7 @@ class Run:
 
     def _log(self) -> None:
         values = {**self.loop.training_values(), **self.loop.split.close()}
+        values |= self.utilisation.of(values["samples_per_second"] / self.order.batch_size)
         if self._report:
             self._report.training(values)
 

@@ -1,0 +1,65 @@
+"""Model FLOP utilisation: how much of the arithmetic that a rank's devices could do at their peak the model's steps are."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from trainer.train.distributed import World
+
+# Name -> TFLOP/s of (half precision by tensor cores, fp32 without them), dense, from NVIDIA's data sheets; the first that fits.
+_PEAKS = {
+    r"B200": (2250, 75),
+    r"H100 PCIe": (756, 51),
+    r"H100 80GB HBM3|H200|GH200": (989, 67),
+    r"A100": (312, 19.5),
+    r"L40S": (362, 91.6),
+    r"L4": (121, 30.3),
+    r"A10": (125, 31.2),
+    r"V100": (125, 15.7),
+    r"T4": (65, 8.1),
+}
+
+
+def peak_tflops(device: str, precision: str) -> float | None:
+    """TFLOP/s of a GPU by the name that torch tells; None for one that is not known.
+
+    Args:
+        precision: fp32 | bf16 | fp16.
+    """
+    found = next((peaks for name, peaks in _PEAKS.items() if re.search(rf"\b({name})\b", device)), None)
+    if found is None or (precision == "bf16" and re.search(r"\b(V100|T4)\b", device)):  # they have no unit for it
+        return None
+    return found[precision == "fp32"]
+
+
+class Utilisation:
+    """Counts the floating-point operations of one step, forward and backward, and relates all others to it. What a model computes
+    twice to save memory counts twice."""
+
+    def __init__(self, world: World, precision: str, tflops: float | None = None) -> None:
+        """
+        Args:
+            tflops: the peak of each of the rank's devices, where it is not known by its name.
+        """
+        if tflops is None and world.device.type == "cuda":
+            tflops = peak_tflops(torch.cuda.get_device_name(world.device), precision)
+        self._peak = (tflops or 0.0) * 1e12 * len(world.devices)
+        self.pending = self._peak > 0  # the next step is to be counted
+        self._operations = 0
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Around one step of this rank."""
+        self.pending = False
+        with importlib.import_module("torch.utils.flop_counter").FlopCounterMode(display=False) as counter:
+            yield
+        self._operations = counter.get_total_flops()
+
+    def of(self, steps_per_second: float) -> dict[str, float]:
+        """`mfu`, between 0 and 1; empty where it cannot be told."""
+        return {"mfu": round(self._operations * steps_per_second / self._peak, 4)} if self._operations else {}
