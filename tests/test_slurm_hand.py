@@ -93,7 +93,7 @@ def test_the_nodes_learn_when_the_job_has_to_end(shared: Path) -> None:
 
 
 def test_a_run_with_a_stop_file_is_not_requeued(shared: Path) -> None:
-    job, run = send(shared, 'up; : >"$RUN_DIR/stop"; end 160')
+    job, run = send(shared, 'up; nap 1; : >"$RUN_DIR/stop"; end 160')  # the other node comes up, too, before one end kills both
     assert f"ended with 160; not requeued while there is {run}/stop" in ended(shared, job)
     assert not queue(job) and exit_code(run) == 160
 
