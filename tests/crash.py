@@ -18,7 +18,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch._dynamo  # the DDP constructor loads it: once here, not in every rank
@@ -33,7 +32,7 @@ EVERY = 5
 SETTINGS = (f"checkpoint.every_steps={EVERY}", "training.epochs=100000", "training.log_every_steps=1")
 # Sums over another number of ranks are rounded otherwise; with small steps that does not grow, and a step too many still shows.
 SMALL_STEPS = "optimizer.args={lr: 0.0001}"
-NEAR = 3e-5  # 8,100 undisturbed steps on 4 ranks and on 1 end 1.1e-5 apart, with losses up to 2.2e-6 apart
+NEAR = 1e-5
 # In the writers, which start as fresh processes: every fsync takes a while, so that most of the time a save is under way.
 SLOW = """
 import os, random, time
@@ -158,10 +157,27 @@ def check(
     assert [record["step"] for record in metrics(broken.run)] == list(range(1, total + 1)), "each step once"
     for first, second in zip(metrics(whole.run), metrics(broken.run), strict=True):
         assert first["lr"] == second["lr"] and abs(first["loss"] - second["loss"]) <= near, (first, second)
-    for name, value in saved(whole.run).items():
-        difference: Any = (value - saved(broken.run)[name]).abs().max()
-        assert difference <= near, (name, difference)
+    difference = apart(whole.run, broken.run)
+    # Rounding adds up: 8,100 undisturbed steps on 4 ranks and on 1 end 1.1e-5 apart.
+    assert difference <= near or (not exact and difference <= 2 * spread(folder, whole, worlds)), difference
     return broken
+
+
+def apart(one: Path, other: Path) -> float:
+    """The largest difference between the weights of two runs."""
+    weights = saved(other)
+    return float(torch.stack([(value - weights[name]).abs().max() for name, value in saved(one).items()]).max())  # NaN stays
+
+
+def spread(folder: Path, whole: Crashes, worlds: Sequence[int]) -> float:
+    """How far undisturbed runs with the other numbers of ranks end from the one that there is."""
+    found = 0.0
+    for ranks in worlds[1:]:
+        other = Crashes(folder / f"whole-{ranks}", whole.total, whole.settings, random.Random(0))
+        other.run.mkdir()
+        other.crash(0, [ranks])
+        found = max(found, apart(whole.run, other.run))
+    return found
 
 
 def main() -> None:

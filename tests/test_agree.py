@@ -1,5 +1,6 @@
 """Numbers that are not finite, and parameters that differ: all ranks do the same about them, and the right one is named."""
 
+import math
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,7 @@ from torch import nn
 from tests.forked import on_ranks
 from tests.test_loop import make_loop, run_steps, small_data, weights
 from trainer.errors import ExitCode, Fault, FaultError
-from trainer.train.agree import SameParameters
+from trainer.train.agree import SameParameters, _largest
 from trainer.train.batches import GlobalOrder, Loading, batches
 from trainer.train.distributed import World
 from trainer.train.exchange import ExchangeOptions
@@ -98,6 +99,16 @@ def test_half_precision_that_overflows_for_ever_ends_the_run() -> None:
     spoiled = Spoiled(0, range(2, 999), torch.inf)
     fault, step = on_ranks(1, lambda world: fault_of(world, spoiled, 90, precision="fp16"))[0]
     assert step == 52 and fault.code == "C6"
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_largest_gradient_is_finite_only_if_all_are(kind: torch.dtype) -> None:
+    """What a GPU's gradients are looked at with."""
+    gradients = [torch.full((40_000,), -60_000.0, dtype=kind), torch.ones(5, dtype=kind)]
+    assert _largest(gradients) == pytest.approx(60_000, rel=0.01)  # their sum is not finite in fp16
+    for bad in BAD:
+        gradients[1][2] = bad
+        assert not math.isfinite(_largest(gradients))
 
 
 def test_the_rank_whose_parameters_differ_is_named() -> None:

@@ -11,17 +11,19 @@ import torch
 
 from trainer.train.distributed import World
 
-# Name -> TFLOP/s of (half precision by tensor cores, fp32 without them), dense, from NVIDIA's data sheets; the first that fits.
+# Name -> dense TFLOP/s in bf16 and fp16 by tensor cores (None: it has none for it) and in fp32 without them, by NVIDIA's data
+# sheets; the first that fits.
+_PRECISIONS = ("bf16", "fp16", "fp32")
 _PEAKS = {
-    r"B200": (2250, 75),
-    r"H100 PCIe": (756, 51),
-    r"H100 80GB HBM3|H200|GH200": (989, 67),
-    r"A100": (312, 19.5),
-    r"L40S": (362, 91.6),
-    r"L4": (121, 30.3),
-    r"A10": (125, 31.2),
-    r"V100": (125, 15.7),
-    r"T4": (65, 8.1),
+    "B200": (2250, 2250, 75),
+    "H100 PCIe": (756, 756, 51),
+    "H100 80GB HBM3|H200|GH200": (989, 989, 67),
+    "A100": (312, 312, 19.5),
+    "L40S": (362, 362, 91.6),
+    "L4": (121, 121, 30.3),
+    "A10": (125, 125, 31.2),
+    "V100": (None, 125, 15.7),
+    "T4": (None, 65, 8.1),
 }
 
 
@@ -32,9 +34,7 @@ def peak_tflops(device: str, precision: str) -> float | None:
         precision: fp32 | bf16 | fp16.
     """
     found = next((peaks for name, peaks in _PEAKS.items() if re.search(rf"\b({name})\b", device)), None)
-    if found is None or (precision == "bf16" and re.search(r"\b(V100|T4)\b", device)):  # they have no unit for it
-        return None
-    return found[precision == "fp32"]
+    return found[_PRECISIONS.index(precision)] if found else None
 
 
 class Utilisation:
