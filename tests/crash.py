@@ -103,6 +103,14 @@ class Crashes:
             assert (wrong := problem(folder / name_of(step))) is None, wrong
         return max(found, default=0)
 
+    @property
+    def reached(self) -> int:
+        """The last step in metrics.jsonl. A last line that the kill cut off does not count: the next start drops it."""
+        file = self.run / "metrics.jsonl"
+        text = file.read_text() if file.exists() else ""
+        records = map(json.loads, text[: text.rfind("\n") + 1].splitlines())
+        return max((record["step"] for record in records if record["kind"] == "train"), default=0)
+
     def resumed(self) -> list[int]:
         """At which steps starts went on, as rank 0 told it."""
         log = self.run / "rank-0.log"
@@ -129,7 +137,7 @@ class Crashes:
                 self.recovered += went_on[-1] > newest
                 self.lost.append(reached - went_on[-1])
                 assert self.lost[-1] <= 2 * EVERY
-            newest, reached = self.newest, max((record["step"] for record in metrics(self.run)), default=0)
+            newest, reached = self.newest, self.reached
             assert reached - newest <= (3 if self.local else 2) * EVERY, "at most one save was in flight, or two"
         codes = [os.waitpid(pid, 0)[1] for pid in self.start(worlds[0])]
         assert codes == [0] * worlds[0], (self.run / "rank-0.log").read_text()[-2000:]

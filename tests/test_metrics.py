@@ -41,6 +41,17 @@ def test_a_resume_drops_what_is_done_again_and_a_line_cut_by_a_kill(folder: Path
     assert [record["step"] for record in records(folder)] == [5, 10, 11]
 
 
+def test_a_record_whose_end_of_line_was_cut_by_a_kill_does_not_run_into_the_next(folder: Path) -> None:
+    metrics = Metrics(folder)
+    metrics.write("train", 10, loss=1.0)
+    metrics.close()
+    os.truncate(folder / "metrics.jsonl", (folder / "metrics.jsonl").stat().st_size - 1)
+    metrics = Metrics(folder, from_step=10)
+    metrics.write("train", 11, loss=2.0)
+    metrics.close()
+    assert [record["step"] for record in records(folder)] == [10, 11]
+
+
 def test_tensorboard_gets_the_same_values(folder: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -55,10 +55,10 @@ def _keep_until(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+    for line in path.read_text(encoding="utf-8").splitlines():
         try:
             if json.loads(line)["step"] <= step:
-                kept.append(line)
+                kept.append(f"{line}\n")  # a kill may have cut off no more than the end of the line
         except (ValueError, TypeError, KeyError):  # cut off by a kill, or damaged
             logger.warning("%s: dropped a line that is no record: %.80s", path, line.strip())
     temporary = path.with_suffix(".tmp")
