@@ -25,13 +25,15 @@ from trainer.settings import load_config
 pytestmark = pytest.mark.slurm
 BATCH = str(ROOT / "slurm" / "job.sbatch")
 
-# Stands in for the nodes' Python: says that it came up as the kit does, then does what the test wants.
+# Stands in for the nodes' Python: says that it came up as the kit does, then does what the test wants. A node ends only after the
+# other one came: srun kills the rest of a step of which a node failed, at times before the other node came up, and once only after --wait.
 NODE = """#!/bin/bash
 up() { : >"$TRAINER_EXIT_CODES/$PET_NODE_RANK"; }
 end() { echo "$1" >"$TRAINER_EXIT_CODES/$PET_NODE_RANK"; exit "$1"; }
 stop() { end 160; }
 trap stop USR1 TERM
 nap() { sleep "$1" & wait $!; }
+came() { until [ -e "$TRAINER_EXIT_CODES/$1" ]; do sleep 0.1; done; }
 %s
 """
 
@@ -55,7 +57,7 @@ def told(shared: Path, job: str) -> str:
 
 
 def ended(shared: Path, job: str) -> str:
-    assert wait_until(lambda: queue(job) in ("", "PENDING BeginTime"), 60), queue(job)
+    assert wait_until(lambda: queue(job) in ("", "PENDING BeginTime"), 90), queue(job)  # longer than srun's --wait
     return told(shared, job)
 
 
@@ -72,7 +74,7 @@ def test_a_warning_while_python_still_starts_is_a_stop(shared: Path) -> None:
 
 
 def test_a_node_on_which_the_kit_does_not_start_is_final_and_no_good_stop(shared: Path) -> None:
-    job, run = send(shared, '[ "$PET_NODE_RANK" = 0 ] || exit 127; up; nap 60')
+    job, run = send(shared, '[ "$PET_NODE_RANK" = 0 ] || { came 0; exit 127; }; up; nap 60')
     log = ended(shared, job)
     assert "the kit came up on 1 of 2 nodes; the lines above say why" in log and "requeueing" not in log
     assert exit_code(run) == 1
@@ -81,8 +83,9 @@ def test_a_node_on_which_the_kit_does_not_start_is_final_and_no_good_stop(shared
 @pytest.mark.parametrize(("codes", "verdict", "again"), [("160 3", 3, False), ("4 160", 4, False), ("162 164", 162, True)])
 def test_a_final_code_of_any_node_is_the_jobs(codes: str, verdict: int, again: bool, shared: Path) -> None:
     first, second = codes.split()
-    both_up = 'trap "" TERM USR1; up; until [ -e "$TRAINER_EXIT_CODES/0" ] && [ -e "$TRAINER_EXIT_CODES/1" ]; do sleep 0.1; done'
-    job, run = send(shared, f'{both_up}; [ "$PET_NODE_RANK" = 0 ] && end {first}; sleep 1; end {second}')
+    job, run = send(
+        shared, f'trap "" TERM USR1; up; came 0; came 1; [ "$PET_NODE_RANK" = 0 ] && end {first}; sleep 1; end {second}'
+    )
     assert ("requeueing" in ended(shared, job)) == again and exit_code(run) == verdict
 
 
@@ -93,7 +96,7 @@ def test_the_nodes_learn_when_the_job_has_to_end(shared: Path) -> None:
 
 
 def test_a_run_with_a_stop_file_is_not_requeued(shared: Path) -> None:
-    job, run = send(shared, 'up; nap 1; : >"$RUN_DIR/stop"; end 160')  # the other node comes up, too, before one end kills both
+    job, run = send(shared, 'up; came 0; came 1; : >"$RUN_DIR/stop"; end 160')
     assert f"ended with 160; not requeued while there is {run}/stop" in ended(shared, job)
     assert not queue(job) and exit_code(run) == 160
 
