@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,14 @@ def test_torchrun_on_one_node(reference: Path, folder: Path) -> None:
     code, output = command(*torchrun, *SHORT, overrides(folder / "run"))
     assert code == 0, output
     assert equal(saved(folder / "run"), saved(reference))
+
+
+def test_an_exception_under_torchrun_is_told_and_ends_with_1(folder: Path) -> None:
+    torchrun = [*TORCHRUN, "--nproc-per-node", "2", "--master-port", str(free_port()), "-m", "trainer.train"]
+    faulty = "model.args={rank: 1, number: 5, what: raise ValueError('bad sample 7')}"
+    code, output = command(*torchrun, *SHORT, overrides(folder / "run"), "model.target=tests.targets:faulty_model", faulty)
+    assert code == 1 and output.count("ValueError: bad sample 7") == 1, output
+    assert re.search(r"rank +: 1 \(local_rank: 1\)\s+exitcode +: 1 ", output), output
 
 
 @pytest.mark.parametrize("first", [0, 1])

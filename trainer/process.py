@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -48,6 +48,16 @@ def leave(code: int) -> NoReturn:
             signal.signal(-code, signal.SIG_DFL)
             os.kill(os.getpid(), -code)
         os._exit(code)
+
+
+def leave_after(main: Callable[[], int]) -> NoReturn:
+    """Call what returns the exit code, and leave with it: 1 after an exception, which is told as usual."""
+    try:
+        code = main()
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    leave(code)
 
 
 def started_at(pid: int) -> str | None:

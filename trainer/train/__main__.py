@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 from trainer import targets
 from trainer.config import Config, accumulation_steps
 from trainer.errors import ERROR_FILE, ConfigError, ExitCode, FaultError, KitError, write_error_file
-from trainer.process import leave
+from trainer.process import leave_after
 from trainer.pulse import PULSE, Phase, Pulse
 from trainer.settings import dump_config, load_config, refuse_stopped
 from trainer.train.agree import same_length
@@ -244,7 +244,6 @@ def _configure_logging(world: World) -> None:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
     if PULSE not in os.environ:  # else what has forked this rank ends it
-        leave(code)
-    sys.exit(code)
+        leave_after(lambda: main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))
