@@ -12,7 +12,6 @@ beside: how much longer a step takes while the save is under way, in % of a step
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import shutil
@@ -31,7 +30,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from bench.interleave import one_rank
+from bench.interleave import Ratio, as_json, each, one_rank, repeated
 from trainer.train.checkpoint import Checkpointer
 from trainer.train.distributed import World
 from trainer.train.loop import Loop, StepOptions
@@ -153,6 +152,7 @@ def main() -> None:
             "kit": kit,
             "async_save": partial(asynchronous, training, folder),
             "torch.save": partial(blocking, training, folder),
+            "raw again": partial(raw, size, folder / "raw again"),
         }
         found: dict[str, list[tuple[float, float, float]]] = {way: [] for way in ways}
         with closing(kit.saver):
@@ -164,22 +164,21 @@ def main() -> None:
                         found[way].append(result)
     told = report(found)
     if arguments.json:
-        print(json.dumps({name: round(value, 5) for name, value in told.items()}))
+        print(as_json(told))
 
 
-def report(found: dict[str, list[tuple[float, float, float]]]) -> dict[str, float]:
+def report(found: dict[str, list[tuple[float, float, float]]]) -> dict[str, Ratio]:
     """Medians, and the ratios that the bars are about."""
     stalls = {way: [stall for stall, *_ in values] for way, values in found.items()}
+    durable = {way: [seconds for _, seconds, _ in values] for way, values in found.items()}
     for way, values in found.items():
-        stall, durable, beside = (statistics.median(column) for column in zip(*values, strict=True))
-        print(f"{way:>10}: stall {stall * 1e3:7.1f} ms, durable {durable:5.2f} s, a step beside it {beside - 1:+.0%}")
-    durable = [kit[1] / plain[1] for kit, plain in zip(found["kit"], found["raw"], strict=True)]
-    print(f"durable of the kit's / raw: {statistics.median(durable):.2f} [{min(durable):.2f}..{max(durable):.2f}]")
-    told = {"durable_of_raw": statistics.median(durable)}
+        beside = statistics.median(more for *_, more in values)
+        typical = statistics.median(stalls[way]) * 1e3, statistics.median(durable[way])
+        print(f"{way:>10}: stall {typical[0]:7.1f} ms, durable {typical[1]:5.2f} s, a step beside it {beside - 1:+.0%}")
+    told = {"durable_of_raw": each(durable["kit"], durable["raw"]), "null of raw": each(durable["raw again"], durable["raw"])}
     for way in ("async_save", "torch.save"):
-        each = [kit / other for kit, other in zip(stalls["kit"], stalls[way], strict=True)]
-        print(f"stall of the kit's / {way}'s: {statistics.median(each):.4f} [{min(each):.4f}..{max(each):.4f}]")
-        told[f"stall_of_{way.replace('.', '_')}"] = statistics.median(each)
+        told |= {f"stall_of_{way}": each(stalls["kit"], stalls[way]), f"null of {way}": repeated(stalls[way])}
+    print("\n".join(f"{name} {ratio}" for name, ratio in told.items()))
     return told
 
 

@@ -1,20 +1,19 @@
 """Images per CPU second of the input path, beside a plain copy of the same bytes, PIL's pipeline and PIL's decoder.
 
-Images of 3 x 32 x 32 (or --side) in batches of 256, packed by `trainer pack`, their files in the page cache; the copies read the
-same mapped files in order, the kit a random permutation. PIL's pipeline is torchvision's RandomCrop(side, padding=4),
+Images of 3 x 32 x 32 and 3 x 224 x 224 in batches of 256, packed by `trainer pack`, their files in the page cache. Copies read
+the same mapped files in order, the kit a random permutation. PIL's pipeline is torchvision's RandomCrop(side, padding=4),
 RandomHorizontalFlip, ToTensor and Normalize on each image, stacked.
 JPEGs are 500 x 375, quality 90: the kit's decoder against PIL, in full size, and scaled and cut to 224 x 224 as `--size 224` does
 against PIL's decoder with torchvision's Resize(224) and CenterCrop(224).
 The null tests are a yardstick against itself: a difference inside their range is not resolved.
 
-    python -m bench.input [--json] [--rounds 30] [--images 131072] [--side 32]
+    python -m bench.input [--json] [--rounds 30] [--sides 32 224] [--megabytes 400]
 """
 
 from __future__ import annotations
 
 import argparse
 import io
-import json
 import logging
 import tempfile
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ import torch
 from PIL import Image
 from torchvision import transforms
 
-from bench.interleave import Block, ratios
+from bench.interleave import Block, Ratio, as_json, ratios
 from trainer.train import pictures
 from trainer.train.batches import CPU, GlobalOrder, TensorImages
 from trainer.train.pack import pack
@@ -125,64 +124,66 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--images", type=int, default=1 << 17)
-    parser.add_argument("--side", type=int, default=32, help="pixels")
+    parser.add_argument("--sides", type=int, nargs="+", default=[32, 224], help="pixels")
+    parser.add_argument("--megabytes", type=int, default=400, help="of each set of images")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        pack("bench.input:noise", folder / "packed", {"images": arguments.images, "side": arguments.side})
-        told = {**compare_bytes(folder, arguments.rounds), **compare_jpegs(folder, arguments.rounds)}
+    told: dict[str, Ratio] = {}
+    with tempfile.TemporaryDirectory() as root:
+        for side in arguments.sides:
+            folder = Path(root) / str(side)
+            images = max(4 * BATCH, arguments.megabytes * 10**6 // (3 * side**2) // BATCH * BATCH)
+            pack("bench.input:noise", folder, {"images": images, "side": side})
+            batches = max(2, 40 * 1024 // side**2)  # of a block
+            found = {**compare_bytes(folder, batches, arguments.rounds), **compare_floats(folder, batches, arguments.rounds)}
+            told |= {f"{name} {side}": ratio for name, ratio in found.items()}
+        told |= compare_jpegs(Path(root), arguments.rounds)
+    print("\n".join(f"{name}: {ratio}" for name, ratio in told.items()))
     if arguments.json:
-        print(json.dumps({key: round(value, 4) for key, value in told.items()}))
+        print(as_json(told))
 
 
-def compare_bytes(folder: Path, rounds: int) -> dict[str, float]:
-    """Against copies of what the kit gives out: bytes, then floats."""
-    plain, moved = packed(str(folder / "packed"))[0], packed(str(folder / "packed"), crop=4, flip=True)[0]
+def compare_bytes(folder: Path, batches: int, rounds: int) -> dict[str, Ratio]:
+    """The gathering of bytes and a copy of as many."""
+    data, _ = packed(str(folder))
+    copy, null, gathered = Copies(data, batches, floats=False), Copies(data, batches, floats=False), Gathered(data, batches)
+    copy(), null(), gathered()
+    found, seconds = ratios(copy, {"gather": gathered, "null": null}, rounds)
+    print(f"{data.shape}: {batches * BATCH / seconds:,.0f} images/CPU-s are copied as bytes")
+    return {"gather_of_copy": found["gather"].inverse(), "null of bytes": found["null"]}
+
+
+def compare_floats(folder: Path, batches: int, rounds: int) -> dict[str, Ratio]:
+    """Whole batches of floats, a copy of as many, and PIL's pipeline."""
+    plain, moved = packed(str(folder))[0], packed(str(folder), crop=4, flip=True)[0]
     order = partial(GlobalOrder(len(plain), BATCH, 1, 0, 1, 0).micro_batches, 0, 10**6)
-    told: dict[str, float] = {}
-    batches = max(2, 40 * 1024 // plain.shape[1] ** 2)  # of a block
-    copy, gathered = Copies(plain, batches, floats=False), Gathered(plain, batches)
-    copy(), gathered()
-    found, seconds = ratios(copy, {"gather": gathered, "null": Copies(plain, batches, floats=False)}, rounds)
-    count = batches * BATCH
-    print(
-        f"bytes: copy {count / seconds:,.0f} images/CPU-s; copy / gather {1 / found['gather'].median:.3f}; null {found['null']}"
-    )
-    told["gather_of_copy"] = 1 / found["gather"].median
-    images = [Image.fromarray(plain.pixels(index).permute(1, 2, 0).numpy()) for index in range(PIL_IMAGES)]
     ways = {
         "normalised": floats(plain.batches(order(), 0, CPU), batches),
         "moved": floats(moved.batches(order(), 0, CPU), batches),
     }
-    copy = Copies(plain, batches, floats=True)
-    for block in (copy, *ways.values()):
+    copy, null = Copies(plain, batches, floats=True), Copies(plain, batches, floats=True)
+    for block in (copy, null, *ways.values()):
         block()
-    found, seconds = ratios(copy, {**ways, "PIL": by_pil(images), "null": Copies(plain, batches, floats=True)}, rounds)
-    pil = found["PIL"].median * count / PIL_IMAGES
-    told |= {"floats_of_copy": 1 / found["normalised"].median, "moved_of_copy": 1 / found["moved"].median}
-    told["moved_over_pil"] = pil / found["moved"].median
-    print(
-        f"floats: copy {count / seconds:,.0f} images/CPU-s; copy / normalised {told['floats_of_copy']:.3f}; copy / cropped, "
-        f"flipped and normalised {told['moved_of_copy']:.3f}, which is {told['moved_over_pil']:.1f} x PIL; null {found['null']}"
-    )
-    return told
+    found, seconds = ratios(copy, {**ways, "null": null}, rounds)
+    pil = by_pil([Image.fromarray(plain.pixels(index).permute(1, 2, 0).numpy()) for index in range(PIL_IMAGES)])
+    beside, slow = ratios(pil, {"moved": ways["moved"], "null": pil}, rounds)
+    count = batches * BATCH
+    print(f"{plain.shape}: {count / seconds:,.0f} images/CPU-s are copied as floats, {PIL_IMAGES / slow:,.0f} made by PIL")
+    told = {f"{name}_of_copy": found[name].inverse() for name in ways} | {"null of floats": found["null"]}
+    return told | {"moved_over_pil": beside["moved"].inverse(count / PIL_IMAGES), "null of PIL": beside["null"]}
 
 
-def compare_jpegs(folder: Path, rounds: int) -> dict[str, float]:
+def compare_jpegs(folder: Path, rounds: int) -> dict[str, Ratio]:
     """Decoders."""
     files, told = jpegs(folder), {}
-    for cut in (False, True):
+    for cut, name in ((False, "decoded"), (True, "size_224")):
         yardstick = partial(decoded_by_pil, files, cut)
         yardstick()
         found, seconds = ratios(yardstick, {"kit": partial(decoded_by_kit, files, cut), "null": yardstick}, rounds)
-        told["size_224_over_pil" if cut else "decoded_over_pil"] = 1 / found["kit"].median
-        print(
-            f"JPEG {'scaled and cut' if cut else 'in full'}: PIL {JPEGS / seconds:,.0f} images/CPU-s; {pictures.DECODER} "
-            f"{1 / found['kit'].median:.2f} x PIL; null {found['null']} ({files[0].stat().st_size >> 10} KiB a file)"
-        )
+        print(f"JPEGs of {files[0].stat().st_size >> 10} KiB, {name}: PIL {JPEGS / seconds:,.0f} images/CPU-s")
+        told |= {f"{name}_over_pil": found["kit"].inverse(), f"null of {name}": found["null"]}
+    print(f"decoder: {pictures.DECODER}")
     return told
 
 

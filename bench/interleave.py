@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from trainer.train.distributed import World, joined
 
@@ -22,6 +23,18 @@ class Ratio:
     median: float
     lower: float
     upper: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Ratio:
+        """Of at least two; of two or three all are told."""
+        if len(values) < 4:
+            return cls(statistics.median(values), min(values), max(values))
+        lower, median, upper = statistics.quantiles(values, n=4)
+        return cls(median, lower, upper)
+
+    def inverse(self, scale: float = 1.0) -> Ratio:
+        """The yardstick to the one in question: `scale` times 1 / ratio."""
+        return Ratio(scale / self.median, scale / self.upper, scale / self.lower)
 
     def __str__(self) -> str:
         return f"{self.median:.3f} [{self.lower:.3f}..{self.upper:.3f}]"
@@ -61,9 +74,19 @@ def ratios(yardstick: Block, others: dict[str, Block], rounds: int) -> tuple[dic
             seconds = cpu_seconds(block)
             plain.append(cpu_seconds(yardstick))
             found[name].append(seconds / ((plain[-2] + plain[-1]) / 2))
-    return {name: _ratio(values) for name, values in found.items()}, statistics.median(plain)
+    return {name: Ratio.of(values) for name, values in found.items()}, statistics.median(plain)
 
 
-def _ratio(values: list[float]) -> Ratio:
-    lower, median, upper = statistics.quantiles(values, n=4)
-    return Ratio(median, lower, upper)
+def each(these: Sequence[float], those: Sequence[float]) -> Ratio:
+    """These to those, round by round."""
+    return Ratio.of([one / other for one, other in zip(these, those, strict=True)])
+
+
+def repeated(values: Sequence[float]) -> Ratio:
+    """A null test where blocks are too long for one of their own: each round to the one before."""
+    return each(values[1:], values[:-1])
+
+
+def as_json(found: dict[str, Ratio]) -> str:
+    """One line: median, lower and upper of each."""
+    return json.dumps({name: [round(value, 5) for value in astuple(ratio)] for name, ratio in found.items()})

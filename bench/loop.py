@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import logging
 import os
 import tempfile
@@ -26,7 +25,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.interleave import Block, one_rank, ratios
+from bench.interleave import Block, as_json, one_rank, ratios
 from bench.peers import Accelerated, Lightning, Stream
 from trainer.learning import Training
 from trainer.train.batches import GlobalOrder, Loading, TensorImages
@@ -124,8 +123,7 @@ def main() -> None:
     told = "; ".join(f"{name} / bare {ratio}" for name, ratio in found.items())
     print(f"bare step {step_us:.0f} us CPU; {told}; {arguments.rounds} rounds")
     if arguments.json:
-        medians = {name: round(ratio.median, 4) for name, ratio in found.items()}
-        print(json.dumps({**medians, "bare_step_us": round(step_us, 1)}))
+        print(as_json(found))
 
 
 if __name__ == "__main__":

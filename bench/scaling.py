@@ -8,7 +8,6 @@ Each measurement is a start of its own, of one rank and of two in turn; the null
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -20,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from bench.interleave import free_port
+from bench.interleave import Ratio, as_json, free_port, repeated
 from trainer.train.distributed import joined
 from trainer.train.loop import Loop, StepOptions
 from trainer.train.optim import LearningRate, Schedule
@@ -77,17 +76,15 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.rank:
         return rank(arguments.steps)
-    ones, ratios, null = [step_seconds(1, arguments.steps)], [], []
+    ones, ratios = [step_seconds(1, arguments.steps)], []
     for _ in range(arguments.rounds):
         two = step_seconds(2, arguments.steps)
         ones.append(step_seconds(1, arguments.steps))
         ratios.append((ones[-2] + ones[-1]) / 2 / two)
-        null.append(ones[-2] / ones[-1])
-    speedup = statistics.median(ratios)
-    spread = f"[{min(ratios):.2f}..{max(ratios):.2f}]; null test [{min(null):.2f}..{max(null):.2f}]"
-    print(f"one rank {statistics.median(ones) * 1e3:.0f} ms a step; two are {speedup:.2f} times as fast {spread}")
+    told = {"speedup": Ratio.of(ratios), "null": repeated(ones)}
+    print(f"one rank {statistics.median(ones) * 1e3:.0f} ms a step; two are {told['speedup']} times as fast; null {told['null']}")
     if arguments.json:
-        print(json.dumps({"speedup": round(speedup, 4), "null": round(statistics.median(null), 4)}))
+        print(as_json(told))
 
 
 if __name__ == "__main__":

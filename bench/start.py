@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -19,8 +18,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
-from bench.interleave import free_port
+from bench.interleave import Ratio, as_json, each, free_port
 
 SCRIPT = Path(__file__).with_name("first_step.py")
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
@@ -92,22 +92,23 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 found[name].append(start(*way(Path(folder), ranks), Path(folder), ranks))
         restarts.append(restart(2))
-    seconds = {name: statistics.median(each.seconds for each in starts) for name, starts in found.items()}
-    cpu = {name: statistics.median(each.cpu_seconds for each in starts) for name, starts in found.items()}
+    seconds = {name: [one.seconds for one in starts] for name, starts in found.items()}
+    cpu = {name: [one.cpu_seconds for one in starts] for name, starts in found.items()}
     for name in ways:
-        print(f"{name:12} {seconds[name]:6.2f} s to the first step, {cpu[name]:6.2f} s of CPU")
+        print(f"{name:12} {median(seconds[name]):6.2f} s to the first step, {median(cpu[name]):6.2f} s of CPU")
     many = arguments.many
-    ratios = {
-        "kit 2 / bare 1": seconds["kit 2"] / seconds["bare 1"],
-        "null": seconds["null"] / seconds["bare 1"],
-        "kit 2 / torchrun 2": seconds["kit 2"] / seconds["torchrun 2"],
-        "kit 2 / torchrun 2, CPU": cpu["kit 2"] / cpu["torchrun 2"],
-        f"kit {many} / torchrun {many}": seconds[f"kit {many}"] / seconds[f"torchrun {many}"],
-        "restart in place, s": statistics.median(restarts),
+    told = {
+        "kit 2 / bare 1": each(seconds["kit 2"], seconds["bare 1"]),
+        "null": each(seconds["null"], seconds["bare 1"]),
+        "null, CPU": each(cpu["null"], cpu["bare 1"]),
+        "kit 2 / torchrun 2": each(seconds["kit 2"], seconds["torchrun 2"]),
+        "kit 2 / torchrun 2, CPU": each(cpu["kit 2"], cpu["torchrun 2"]),
+        f"kit {many} / torchrun {many}": each(seconds[f"kit {many}"], seconds[f"torchrun {many}"]),
+        "restart in place, s": Ratio.of(restarts),
     }
-    print(", ".join(f"{name}: {ratio:.2f}" for name, ratio in ratios.items()), f"({arguments.rounds} rounds, medians)")
+    print("\n".join(f"{name}: {ratio}" for name, ratio in told.items()))
     if arguments.json:
-        print(json.dumps({name: round(ratio, 4) for name, ratio in ratios.items()}))
+        print(as_json(told))
 
 
 if __name__ == "__main__":

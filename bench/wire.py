@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from bench.interleave import Ratio, as_json, each, repeated
 from trainer.train.distributed import World, joined
 from trainer.train.exchange import ExchangeOptions
 from trainer.train.loop import Loop, StepOptions
@@ -92,12 +93,12 @@ def rank(rounds: int) -> None:
         sent = torch.randn(MEGABYTES * 10**6 // 4)
         reduce = {"all_reduce": lambda: dist.all_reduce(sent)}
         work: dict[str, Callable[[], object]] = {**steps, **reduce}
-        for each in work.values():  # DDP lays its buckets out anew after the first step
-            each(), each()
+        for way in work.values():  # DDP lays its buckets out anew after the first step
+            way(), way()
         found: dict[str, list[float]] = {name: [] for name in work}
         for _ in range(rounds):
-            for name, each in work.items():
-                found[name].append(seconds(each))
+            for name, way in work.items():
+                found[name].append(seconds(way))
         if world.rank == 0:
             print(json.dumps(found))
 
@@ -116,14 +117,14 @@ def main() -> None:
     assert not any(process.returncode for process in processes), outputs
     found = json.loads(outputs[0].splitlines()[-1])
     typical = {name: statistics.median(values) for name, values in found.items()}
-    line = MEGABYTES * 8e6 / RATE_BITS / typical["all_reduce"]
-    ratios = {way: [a / b for a, b in zip(found[way], found["none"], strict=True)] for way in ("bf16", "fp16", "null")}
-    told = {f"{way}_of_fp32": statistics.median(each) for way, each in ratios.items()} | {"all_reduce_of_line_rate": line}
+    told = {f"{way}_of_fp32": each(found[way], found["none"]) for way in ("bf16", "fp16", "null")}
+    line = MEGABYTES * 8e6 / RATE_BITS
+    told["all_reduce_of_line_rate"] = Ratio.of([line / seconds for seconds in found["all_reduce"]])
+    told["null of all_reduce"] = repeated(found["all_reduce"])
     print("; ".join(f"{name} {value * 1e3:.0f} ms" for name, value in typical.items()))
-    spread = f"null test [{min(ratios['null']):.3f}..{max(ratios['null']):.3f}]"
-    print("; ".join(f"{name} {value:.3f}" for name, value in told.items()), f"({spread}, {arguments.rounds} rounds, medians)")
+    print("; ".join(f"{name} {ratio}" for name, ratio in told.items()), f"({arguments.rounds} rounds)")
     if arguments.json:
-        print(json.dumps({name: round(value, 4) for name, value in told.items()}))
+        print(as_json(told))
 
 
 def started(namespace: str, number: int, rounds: int) -> subprocess.Popen[str]:
