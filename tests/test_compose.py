@@ -81,7 +81,7 @@ def test_two_containers_learn_what_one_machine_does(project: Project) -> None:
 def test_either_container_may_come_first(first: str, project: Project) -> None:
     project.settings("training.max_steps=5")
     project.up(first)
-    assert wait_until(lambda: project.states()[first][0] == "running", 20)
+    assert wait_until(lambda: project.states()[first][0] == "running")
     time.sleep(3)
     project.up()
     assert wait_until(project.ended, 60), project("logs")

@@ -76,7 +76,7 @@ def test_a_killed_node_leaves_no_rank_and_nothing_that_a_rank_started(number: si
 def test_a_rank_ends_as_the_interpreter_would_end(script: str, code: int, reason: str | None, folder: Path) -> None:
     (folder / "sibling.py").write_text("")
     node, log = start(folder, script, "reap")
-    output, _ = node.communicate(timeout=20)
+    output, _ = node.communicate(timeout=60)
     assert output.split()[1] == str(code), log.read_text()
     error = Path(f"{log}.error.json")
     assert (reason in error.read_text()) if reason else not error.exists()

@@ -156,7 +156,7 @@ def test_a_port_that_another_program_holds(nodes: Nodes, cluster: Cluster) -> No
     server = f"import socket, time; s = socket.socket(); s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1); s.bind(('', {PORT})); s.listen(); time.sleep(60)"
     other = subprocess.Popen([*cluster.enter("node1"), "setpriv", "--pdeathsig", "KILL", sys.executable, "-c", server])
     try:
-        assert wait_until(lambda: f":{PORT} " in cluster.on("node1", "ss", "-ltn").stdout, 20)
+        assert wait_until(lambda: f":{PORT} " in cluster.on("node1", "ss", "-ltn").stdout)
         nodes.start(0, "watch.join_seconds=15")
         nodes.start(1, "watch.join_seconds=120")
         (first, told), (second, other_told) = nodes.end()
@@ -408,7 +408,7 @@ def test_a_node_that_comes_while_an_earlier_start_still_ends_waits_for_the_next(
 @netns
 def test_two_node_0s_are_both_named(nodes: Nodes) -> None:
     nodes.start(0)
-    assert wait_until(lambda: (nodes.run / ".lock").exists(), 20)
+    assert wait_until(lambda: (nodes.run / ".lock").exists())
     nodes.start(0, machine=2)
     ended = nodes.end()
     assert [code for code, _ in ended] == [4, 4] and len({fault(output) for _, output in ended}) == 1, ended

@@ -165,7 +165,7 @@ def test_cancel_and_a_second_submit_of_the_same_run(folder: Path) -> None:
     code, output = command(*TRAINER, "submit", str(run / "config.yaml"))
     assert code == ExitCode.CONFIG and "its run is still going on" in output
     assert "asked 2 nodes to save and stop" in command(*TRAINER, "cancel", str(run))[1]
-    assert wait_until(lambda: ": stopped: " in command(*TRAINER, "status", str(run))[1], 20), logs(run)
+    assert wait_until(lambda: ": stopped: " in command(*TRAINER, "status", str(run))[1]), logs(run)
     assert "not running" in command(*TRAINER, "cancel", str(run))[1]
     assert command(*TRAINER, "submit", str(run / "config.yaml"))[0] == 0
     assert "done: the run ended well" in command(*TRAINER, "logs", "-f", str(run))[1], logs(run)

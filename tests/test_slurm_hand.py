@@ -67,7 +67,7 @@ def running(job: str) -> bool:
 
 def test_a_warning_while_python_still_starts_is_a_stop(shared: Path) -> None:
     job, run = send(shared, "trap - USR1 TERM; sleep 30")
-    assert wait_until(lambda: running(job) and "node 0 at" in told(shared, job), 20)
+    assert wait_until(lambda: running(job) and "node 0 at" in told(shared, job))
     time.sleep(1)
     slurm("scancel", "--batch", "--signal=USR1", job)
     assert "ended with 160; requeueing (1 of 3)" in ended(shared, job) and exit_code(run) == 160
@@ -103,7 +103,7 @@ def test_a_run_with_a_stop_file_is_not_requeued(shared: Path) -> None:
 
 def test_a_log_that_cannot_be_written_stops_neither_the_job_nor_its_save(shared: Path) -> None:
     job, run = send(shared, "up; nap 60", "--output=/dev/full")
-    assert wait_until(lambda: len(list(run.glob("logs/exit-codes-*/*"))) == 2, 20)
+    assert wait_until(lambda: len(list(run.glob("logs/exit-codes-*/*"))) == 2)
     slurm("scancel", "--batch", "--signal=USR1", job)
     assert wait_until(lambda: queue(job).startswith("PENDING"), 30), queue(job)
     assert exit_code(run) == 160
