@@ -99,6 +99,20 @@ def uneven_data(rank: int) -> tuple[FaultyData, None]:
     return (OneShort if os.environ.get("RANK", "0") == str(rank) else FaultyData)(-1, 0, "", 0.001), None
 
 
+class Skipping(nn.Module):
+    """A linear model that leaves a layer out on one rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.inner, self.extra = nn.Linear(64, 10), nn.Linear(64, 10)
+        self.skips = os.environ.get("RANK", "0") == str(rank)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        flat = images.flatten(1)
+        outputs: torch.Tensor = self.inner(flat) if self.skips else self.inner(flat) + self.extra(flat)
+        return outputs
+
+
 class Unlucky:
     """A fault for each attempt of a run, [rank, where, statement]: it comes once this attempt has saved something of its own."""
 

@@ -113,6 +113,13 @@ def test_data_of_another_length_on_one_rank(job: Start) -> None:
     running.fault("C4", rank, "data.target=tests.targets:uneven_data: 399 samples on this rank, 400 on rank ", ExitCode.CONFIG)
 
 
+def test_a_layer_that_one_rank_leaves_out(job: Start) -> None:
+    rank = anyone()
+    running = job(DIGITS, "model.target=tests.targets:Skipping", f"model.args={{rank: {rank}}}")
+    words = "parameters that got no gradient in the first step: extra.weight, extra.bias"
+    running.fault("C7", rank, words, FAILED)
+
+
 SCRIPT = """
 import os, signal, sys, threading, time, torch, torch.distributed as dist
 FAULTS = {faults}
