@@ -145,6 +145,12 @@ def train():
             raise_in_a_way_of_ones_own(error)
         time.sleep(0.01)
 
+def hide_an_error():
+    try:
+        raise ValueError("hidden")
+    finally:
+        dist.barrier()
+
 dist.init_process_group("gloo")
 try:
     train()
@@ -185,6 +191,14 @@ IN_A_SCRIPT = (
         "C5",
         "is in barrier (train.py:19 in train), while the others are in all_reduce (train.py:21",
         STALLED,
+    ),
+    Hit(
+        "",
+        "hide_an_error()",
+        "C1",
+        "ValueError: hidden (train.py:28); handling that, it is in barrier (train.py:30 in hide_an_error), while the others are in",
+        STALLED,
+        "`finally`",
     ),
 )
 

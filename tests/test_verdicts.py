@@ -141,6 +141,23 @@ def test_one_in_another_collective_is_named_also_where_all_are_equally_far(world
         assert "barrier" in fault.cause and "backward" in fault.cause
 
 
+@given(worlds(), st.booleans())
+def test_an_error_that_one_has_in_hand_is_the_cause_unless_all_have_one(world, everywhere: bool) -> None:
+    sights, culprit = world
+    alone = Finding("train.py:12 in save", "waits for a lock", "barrier", error="ValueError: bad (train.py:9)")
+    for number, each in enumerate(sights):
+        finding = replace(each.finding, error=alone.error if everywhere else "")
+        sights[number] = replace(each, finding=alone if number == culprit else finding)
+    fault = named(sights)
+    if everywhere:
+        assert fault.code == "C5" and "ValueError" not in fault.cause
+    else:
+        assert (fault.code, fault.rank, fault.exit_code) == ("C1", culprit, ExitCode.STALLED)
+        assert fault.cause.startswith(
+            "ValueError: bad (train.py:9); handling that, it is in barrier (train.py:12 in save), while "
+        )
+
+
 def test_in_a_script_the_lines_of_both_sides_are_told() -> None:
     places = [Finding("train.py:8 in main", "waits for a lock", "all_reduce"), Finding("train.py:5 in main", "waits", "barrier")]
     sights = [sight(rank, step=0, place=0, phase=Phase.START, finding=places[rank == 2]) for rank in range(4)]

@@ -17,6 +17,7 @@ from enum import IntEnum
 from pathlib import Path
 
 SAMPLE = "sample "  # begins the note of an exception by which its data set's sample is known
+_MESSAGE = 300  # characters of an exception's message in somebody else's line
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torch's own variable: where a rank leaves its reason; `@record` writes there too
 
 
@@ -135,6 +136,12 @@ def write_error_file(path: str, error: BaseException) -> None:
     if isinstance(error, FaultError):
         record["fault"] = error.fault.to_json()
     target.write_text(json.dumps(record), encoding="utf-8")
+
+
+def in_words(error: BaseException) -> str:
+    """`type: message (file:line)`, of the first exception if others have followed from it."""
+    *_, first = _chain(error)
+    return f"{type(first).__name__}: {_message(first)[:_MESSAGE]} ({where(first)})"
 
 
 def _facts(error: BaseException) -> dict[str, object]:

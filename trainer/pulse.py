@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
+from trainer.errors import in_words
+
 PULSE = "TRAINER_PULSE_FD"  # a descriptor of shared memory; set by the node process
 SIZE = 16 * mmap.PAGESIZE
 _PLACE, _SEQUENCE, _LENGTH = struct.Struct("<QQIIQ"), struct.Struct("<Q"), struct.Struct("<I")
-_ASKED, _TEXT = 1024, 1028  # where the node process asks for the last collectives, and where they are told behind their length
+_ASKED, _TEXT = 1024, 1028  # where the node process asks what a rank knows, and where it is told behind its length
 _LEAVING = 1020  # set by a rank that has left its reason, and only has to end
 _LAST = 10  # collectives that are told
 FOLLOWER = "collectives"  # the name of the thread that looks at them
@@ -113,7 +115,8 @@ class Pulse:
             _SEQUENCE.pack_into(self._memory, _PLACE.size, _collectives())
             if self._memory[_ASKED]:
                 self._memory[_ASKED] = 0
-                text = json.dumps(_flight_record()).encode()[: SIZE - _TEXT - _LENGTH.size]
+                told = {"collectives": _flight_record(), "error": _error_in_hand()}
+                text = json.dumps(told).encode()[: SIZE - _TEXT - _LENGTH.size]
                 self._memory[_TEXT + _LENGTH.size : _TEXT + _LENGTH.size + len(text)] = text
                 _LENGTH.pack_into(self._memory, _TEXT, len(text))
             threading.Event().wait(_LOOK_SECONDS)
@@ -131,16 +134,17 @@ def leaving(memory: mmap.mmap) -> bool:
 
 
 def ask(memory: mmap.mmap) -> None:
-    """Have a rank tell its last collectives."""
+    """Have a rank tell its last collectives, and the error that its main thread has in hand."""
     _LENGTH.pack_into(memory, _TEXT, 0)
     memory[_ASKED] = 1
 
 
-def answer(memory: mmap.mmap) -> list[dict[str, Any]] | None:
-    """What it told, oldest first: `name`, `sizes` of what is sent, `number`, `done`; None if it has not (yet)."""
+def answer(memory: mmap.mmap) -> dict[str, Any] | None:
+    """What it told; None if it has not (yet). `collectives`: oldest first, each with `name`, `sizes` of what is sent, `number`,
+    `done`. `error`: in words, or ""."""
     (length,) = _LENGTH.unpack_from(memory, _TEXT)
     try:
-        told: list[dict[str, Any]] = json.loads(memory[_TEXT + _LENGTH.size : _TEXT + _LENGTH.size + length])
+        told: dict[str, Any] = json.loads(memory[_TEXT + _LENGTH.size : _TEXT + _LENGTH.size + length])
     except ValueError:
         return None
     return told
@@ -155,6 +159,13 @@ def _flight_record() -> list[dict[str, Any]]:
         return [{name: entry[key] for name, key in facts.items()} for entry in entries[-_LAST:]]
     except (AttributeError, KeyError, ValueError, RuntimeError):  # this torch has none
         return []
+
+
+def _error_in_hand() -> str:
+    """The exception that the main thread handles, or lets through a `finally` block, with the line that raised it."""
+    error: Any = sys._current_exceptions().get(threading.main_thread().ident or 0)
+    error = error[1] if isinstance(error, tuple) else error  # before Python 3.12
+    return in_words(error) if error is not None else ""
 
 
 def _collectives() -> int:

@@ -27,7 +27,7 @@ _WAITING_SECONDS = 5.0  # with a rank that shows no progress for so long, a node
 _ASLEEP_SECONDS = 5.0  # with no tick for so long, this process was stopped itself
 GONE = "see whether that machine and its network are up, then start again to go on from the last checkpoint"
 _FINDING_SECONDS = 8.0  # how long node 0 waits for all nodes' findings
-_RECORD_SECONDS = 0.7  # for ranks to tell their last collectives
+_RECORD_SECONDS = 0.7  # for ranks to tell what they know
 _PEER_SECONDS = 5.0  # a rank that lost its peer waits so long for the peer's own fault
 _DOUBT_SECONDS = 8.0  # where ranks have lost a peer and nobody says why, a node that tells nothing for so long is gone
 
@@ -189,10 +189,10 @@ class Inquest:
             running.vitals.ask()
         stacks = {running.rank.rank: collect(running.pid, running.vitals.stacks_fd) for running in alive}
         until = time.monotonic() + _RECORD_SECONDS
-        while any(running.vitals.collectives is None for running in alive) and time.monotonic() < until:
+        while any(running.vitals.told is None for running in alive) and time.monotonic() < until:
             time.sleep(0.05)
-        records = {running.rank.rank: running.vitals.collectives or [] for running in alive}
-        examined = [replace(s, finding=_finding(stacks.get(s.rank, []), records.get(s.rank, []))) for s in sights]
+        told = {running.rank.rank: running.vitals.told or {} for running in alive}
+        examined = [replace(s, finding=_finding(stacks.get(s.rank, []), told.get(s.rank, {}))) for s in sights]
         self._keep("hang", examined, stacks)
         self._examined = True
         return examined
@@ -207,14 +207,15 @@ class Inquest:
                 (folder / f"rank-{rank:04d}.{self.node.host}.txt").write_text(text, encoding="utf-8")
 
 
-def _finding(processes: Sequence[Stack], collectives: Sequence[Mapping[str, Any]]) -> Finding:
+def _finding(processes: Sequence[Stack], knows: Mapping[str, Any]) -> Finding:
     if not processes:
         return Finding()
     own = processes[0]
     workers = [each for each in processes[1:] if each.loader_worker]
     told = (f"pid {each.pid} {_words(each)}" for each in workers if not each.idle or all(other.idle for other in workers))
     writer = "".join(f"pid {each.pid} {_words(each)}" for each in processes if each.writes and not each.idle)
-    return Finding(own.place, own.waits, own.collective, own.loads, tuple(told), writer, _operation(collectives))
+    operation, error = _operation(knows.get("collectives", ())), knows.get("error", "")
+    return Finding(own.place, own.waits, own.collective, own.loads, tuple(told), writer, operation, error)
 
 
 def _operation(collectives: Sequence[Mapping[str, Any]]) -> str:

@@ -12,6 +12,7 @@ from trainer.node.verdict import LEFT, SAME_COLLECTIVES, left_early
 from trainer.pulse import ASKING, Phase
 
 _LEAST_BUSY, _WORTH_A_WORD = 0.02, 0.2  # shares of a step
+_LET_OUT = "correct what raised it, and have no rank wait in `except` and `finally` blocks for what the others do"
 _RETRY = "start again to go on from the last checkpoint"
 
 
@@ -26,6 +27,7 @@ class Finding:
     workers: tuple[str, ...] = ()  # what each of these is at
     writer: str = ""  # what the process that writes its checkpoints is at, if that has work
     operation: str = ""  # the last collective that it has begun, as torch recorded it
+    error: str = ""  # an exception that its main thread handles, or lets through a `finally` block
 
 
 @dataclass(frozen=True)
@@ -116,17 +118,25 @@ def verdict(sights: Sequence[Sight], held: Sequence[Sight]) -> Fault:
         return left_early(held[0].host, held[0].rank, held[0].node_rank)
     stopped = [sight for sight in sights if sight.state == "T"]
     busy = [sight for sight in held if not sight.finding.collective]
-    odd = _in_another_collective(held)
+    odd = _with_an_error(held, sights) or _in_another_collective(held)
     writing = [sight for sight in held if sight.phase == Phase.SAVE and sight.finding.writer]
     culprit = (stopped or writing or busy or odd or held)[0]
     others = [sight for sight in sights if sight.alive and sight.rank != culprit.rank]
     network = not (stopped or writing or busy or odd) and len(held) == len(others) + 1 > 1
     code, cause, fix = _words(culprit, others, network)
+    if code in ("C2", "C5") and culprit.state not in "TD" and culprit in _with_an_error(held, sights):
+        code, cause, fix = "C1", f"{culprit.finding.error}; handling that, it {cause}", _LET_OUT
     where = f"step {culprit.step + 1}, {culprit.phase.words}"
     if culprit.phase == Phase.START:
         where = f"after {culprit.sequence} collectives" if culprit.sequence else culprit.phase.words
     cause = f"{cause} ({where}, no progress for {culprit.age:.0f} s)"
     return Fault(code, culprit.host, cause, fix, ExitCode.STALLED, culprit.rank, culprit.node_rank)
+
+
+def _with_an_error(held: Sequence[Sight], sights: Sequence[Sight]) -> list[Sight]:
+    """Those that have an error in hand that nobody has been told of. If all have one, their script runs in an `except` block."""
+    found = [sight for sight in held if sight.finding.error]
+    return found if any(sight.alive and not sight.finding.error for sight in sights) else []
 
 
 def _in_another_collective(held: Sequence[Sight]) -> list[Sight]:

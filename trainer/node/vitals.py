@@ -58,12 +58,12 @@ class Vitals:
         return {PULSE: str(self.pulse_fd), STACKS: str(self.stacks_fd)}
 
     def ask(self) -> None:
-        """Have the rank tell its last collectives."""
+        """Have the rank tell what it knows."""
         ask(self._memory)
 
     @property
-    def collectives(self) -> list[dict[str, Any]] | None:
-        """What it told, oldest first; None if it has not yet, as where a thread keeps Python's lock."""
+    def told(self) -> dict[str, Any] | None:
+        """Its last collectives and the error it has in hand; None if it has not yet, as where a thread keeps Python's lock."""
         return answer(self._memory)
 
     @property
