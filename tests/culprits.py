@@ -53,6 +53,7 @@ FAILED, KILLED, STALLED = ExitCode.RANK_FAILED, ExitCode.RANK_KILLED, ExitCode.S
 _CRASH = "import ctypes; ctypes.string_at(0)"
 _SLOWLY = "import atexit; atexit.register(time.sleep, 3); sys.exit(4)"
 _SPIN = "while True: pass"
+_HIDE = "try:\n    raise ValueError('hidden')\nfinally:\n    torch.distributed.barrier()"
 _DEAF = "import ctypes; ctypes.PyDLL(None).sleep(1000)"  # in native code, with Python's lock
 KINDS = (
     Kind("SIGKILL", "C1", "killed by signal 9 (SIGKILL)", KILLED, hurt=_to_rank(signal.SIGKILL), evidence="crash"),
@@ -88,6 +89,7 @@ KINDS = (
     Kind(
         "worker exits", "C1", "exited unexpectedly with exit code 1", FAILED, "data", "os._exit(1)", workers=2, evidence="crash"
     ),
+    Kind("hidden error", "C1", "ValueError: hidden (", STALLED, "model", _HIDE),
 )
 
 
