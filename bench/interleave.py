@@ -37,7 +37,7 @@ class Ratio:
         return Ratio(scale / self.median, scale / self.upper, scale / self.lower)
 
     def __str__(self) -> str:
-        return f"{self.median:.3f} [{self.lower:.3f}..{self.upper:.3f}]"
+        return f"{self.median:.3g} [{self.lower:.3g}..{self.upper:.3g}]"
 
 
 def free_port() -> int:
