@@ -21,18 +21,18 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
   docker-packages test lint bench clean
 
 train: $(VENV)/.train
-	@$(BIN)/trainer run "$(CONFIG)" $(SET)
+	@$(BIN)/python -m trainer run "$(CONFIG)" $(SET)
 
 # make rollcall NODES=2: who is there, who differs, which way is slow; trains nothing.
 check render submit rollcall: $(VENV)/.train
-	@$(BIN)/trainer $@ "$(SITE)" "$(CONFIG)" $(if $(BACKEND),backend=$(BACKEND)) $(if $(NODES),resources.nodes=$(NODES)) $(if $(GPUS),resources.gpus_per_node=$(GPUS)) $(SET)
+	@$(BIN)/python -m trainer $@ "$(SITE)" "$(CONFIG)" $(if $(BACKEND),backend=$(BACKEND)) $(if $(NODES),resources.nodes=$(NODES)) $(if $(GPUS),resources.gpus_per_node=$(GPUS)) $(SET)
 
 # On Kubernetes: make render BACKEND=kubernetes | kubectl apply -f -, or at once:
 apply: $(VENV)/.train
 	@$(MAKE) --no-print-directory submit BACKEND=kubernetes
 
 status logs cancel: $(VENV)/.train
-	@$(BIN)/trainer $@ $(if $(FOLLOW),--follow) $(if $(RUN),"$(RUN)")
+	@$(BIN)/python -m trainer $@ $(if $(FOLLOW),--follow) $(if $(RUN),"$(RUN)")
 
 # BASE_IMAGE=... CUDA_VERSION=... choose another base (CUDA_VERSION=none: one for the CPU), IMAGE=... another name.
 image:
@@ -51,11 +51,11 @@ smoke:
 
 smoke-without-engine: $(VENV)/.train
 	@echo "no container engine with compose answers here: two nodes run as plain processes instead, and the image is NOT tested"
-	@$(BIN)/trainer run configs/digits.yaml resources.nodes=2 resources.ranks_per_node=1 $(SET)
+	@$(BIN)/python -m trainer run configs/digits.yaml resources.nodes=2 resources.ranks_per_node=1 $(SET)
 
 # What Python packages the image holds, as a CycloneDX document.
 sbom: $(VENV)/.train
-	@$(BIN)/pip install -q cyclonedx-bom
+	@$(BIN)/python -m pip install -q cyclonedx-bom
 	docker run --rm --entrypoint python3 "$$(docker compose config --images node0)" -m pip list --format=freeze | \
 	  $(BIN)/cyclonedx-py requirements --output-file sbom.cdx.json -
 
@@ -78,7 +78,7 @@ test: $(VENV)/.test
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/python -m mypy
 	$(BIN)/shellcheck $$(git ls-files '*.sh' '*.sbatch' .ci/run)
 	$(BIN)/hadolint Dockerfile
 
@@ -89,7 +89,7 @@ bench: $(VENV)-bench/.made
 $(VENV)-bench/.made: $(VENV)/.train
 	$(PYTHON) -m venv "$(VENV)-bench"
 	@$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > "$$("$(VENV)-bench/bin/python" -c 'import site; print(site.getsitepackages()[0])')/kit.pth"
-	"$(VENV)-bench/bin/pip" install -q -c constraints.txt $(PEERS)
+	"$(VENV)-bench/bin/python" -m pip install -q -c constraints.txt $(PEERS)
 	@touch "$@"
 
 # The tested versions of everything, a few GB with CUDA, once.
@@ -97,12 +97,12 @@ $(VENV)/.train: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(f"error: PYTHON=$(PYTHON): is {v[0]}.{v[1]}; needs 3.10 or newer, as in make PYTHON=python3.12" if v < (3, 10) else 0)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "setting up $(VENV): PyTorch and the rest, some minutes, once"
-	@$(BIN)/pip install -q -c constraints.txt -e '.[train]'
+	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[train]'
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.train
 	@echo "setting up $(VENV): the test tools, once"
-	@$(BIN)/pip install -q -c constraints.txt -e '.[train,slurm,test,lint]'
+	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[train,slurm,test,lint]'
 	@touch $@
 
 clean:

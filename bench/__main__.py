@@ -144,7 +144,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for bench.json and bench.png")
     parser.add_argument("--only", default=",".join(ARGUMENTS), help="benches, with commas between")
     arguments = parser.parse_args()
-    since, found = time.monotonic(), {name: measure(name) for name in arguments.only.split(",")}
+    names = arguments.only.split(",")
+    if unknown := set(names) - set(ARGUMENTS):
+        parser.error(f"--only {','.join(sorted(unknown))}: no such bench; choose from {','.join(ARGUMENTS)}")
+    since, found = time.monotonic(), {name: measure(name) for name in names}
     machine = f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, Python {platform.python_version()}"
     told = rows(found)
     print(f"\n{table(told)}\n\n{machine}; {(time.monotonic() - since) / 60:.0f} min")

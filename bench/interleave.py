@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import statistics
@@ -26,7 +27,9 @@ class Ratio:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Ratio:
-        """Of at least two; of two or three all are told."""
+        """Of two or three all are told; of none, as of a null test of one round, it is not a number."""
+        if not values:
+            return cls(math.nan, math.nan, math.nan)
         if len(values) < 4:
             return cls(statistics.median(values), min(values), max(values))
         lower, median, upper = statistics.quantiles(values, n=4)

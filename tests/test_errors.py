@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed
 
-from trainer.errors import ConfigError, ExitCode, Fault, write_error_file
+from trainer.errors import ConfigError, ExitCode, Fault, in_words, write_error_file
 
 
 def test_a_fault_is_one_line_whatever_is_in_it() -> None:
@@ -68,3 +68,29 @@ def test_it_is_known_whether_python_code_outside_torch_has_raised() -> None:
     assert _caught(_from_native_code)["own"] is False
     assert _caught(_from_native_code_and_wrapped)["own"] is False
     assert _caught(lambda: torch.distributed.all_reduce(torch.ones(1)))["own"] is False, "raised by torch's Python code"
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise TypeError("no words")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ValueError("bad\n  sample 7"), "ValueError: bad sample 7 (test_errors.py:"),
+        (AssertionError(), "AssertionError (test_errors.py:"),
+        (Mute(), "Mute (test_errors.py:"),
+    ],
+)
+def test_an_exception_in_words_whatever_it_is(error: Exception, words: str, tmp_path: Path) -> None:
+    try:
+        try:
+            raise error
+        finally:
+            raise KeyError("on the way out")
+    except KeyError as last:
+        assert in_words(last).startswith(words)
+        write_error_file(str(tmp_path / "error.json"), last)
+    told = json.loads((tmp_path / "error.json").read_text())
+    assert told["type"] == "KeyError" and told["first"]["type"] == type(error).__name__

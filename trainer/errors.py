@@ -141,15 +141,23 @@ def write_error_file(path: str, error: BaseException) -> None:
 def in_words(error: BaseException) -> str:
     """`type: message (file:line)`, of the first exception if others have followed from it."""
     *_, first = _chain(error)
-    return f"{type(first).__name__}: {_message(first)[:_MESSAGE]} ({where(first)})"
+    message = _message(first)[:_MESSAGE]
+    return type(first).__name__ + (f": {message}" if message else "") + f" ({where(first)})"
 
 
 def _facts(error: BaseException) -> dict[str, object]:
     return {"type": type(error).__name__, "message": _message(error), "where": where(error)}
 
 
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # of a user's own type, which cannot say what it is
+        return ""
+
+
 def _message(error: BaseException) -> str:
-    text = str(error)
+    text = _text(error)
     if "Original Traceback" not in text:
         notes = [f"({note})" for note in getattr(error, "__notes__", ()) if note.startswith(SAMPLE)]
         return " ".join([*text.split(), *notes])
@@ -160,8 +168,8 @@ def _message(error: BaseException) -> str:
 def where(error: BaseException) -> str:
     """The innermost `file:line` outside installed packages and this kit; the innermost of all if there is none."""
     frames = [(frame.filename, frame.lineno or 0, frame.name) for frame in traceback.extract_tb(error.__traceback__)]
-    if "Original Traceback" in str(error):
-        frames += [(name, int(line), "") for name, line in re.findall(r'File "([^"]+)", line (\d+)', str(error))]
+    if "Original Traceback" in (text := _text(error)):
+        frames += [(name, int(line), "") for name, line in re.findall(r'File "([^"]+)", line (\d+)', text)]
     if not frames:
         return ""
     name, line, _ = own_frame(frames[::-1])
@@ -177,7 +185,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def _raised_by_python(error: BaseException) -> bool:
     """Whether a `raise` of somebody's Python code, torch's apart, made it: then it is not torch that speaks of its network."""
-    if "Original Traceback" in str(error):  # in a loader worker
+    if "Original Traceback" in _text(error):  # in a loader worker
         return True
     if (trace := error.__traceback__) is None:
         return False

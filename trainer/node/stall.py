@@ -118,13 +118,14 @@ def verdict(sights: Sequence[Sight], held: Sequence[Sight]) -> Fault:
         return left_early(held[0].host, held[0].rank, held[0].node_rank)
     stopped = [sight for sight in sights if sight.state == "T"]
     busy = [sight for sight in held if not sight.finding.collective]
-    odd = _with_an_error(held, sights) or _in_another_collective(held)
+    hiding = _with_an_error(held, sights)
+    odd = hiding or _in_another_collective(held)
     writing = [sight for sight in held if sight.phase == Phase.SAVE and sight.finding.writer]
     culprit = (stopped or writing or busy or odd or held)[0]
     others = [sight for sight in sights if sight.alive and sight.rank != culprit.rank]
     network = not (stopped or writing or busy or odd) and len(held) == len(others) + 1 > 1
     code, cause, fix = _words(culprit, others, network)
-    if code in ("C2", "C5") and culprit.state not in "TD" and culprit in _with_an_error(held, sights):
+    if code in ("C2", "C5") and culprit.state not in "TD" and culprit in hiding:
         code, cause, fix = "C1", f"{culprit.finding.error}; handling that, it {cause}", _LET_OUT
     where = f"step {culprit.step + 1}, {culprit.phase.words}"
     if culprit.phase == Phase.START:
