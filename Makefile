@@ -93,7 +93,7 @@ $(VENV)-bench/.made: $(VENV)/.train
 	@touch "$@"
 
 # The tested versions of everything, a few GB with CUDA, once.
-$(VENV)/.train: pyproject.toml constraints.txt
+$(VENV)/.train: pyproject.toml constraints.txt hatch_build.py trainer/train/pixels.c
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(f"error: PYTHON=$(PYTHON): is {v[0]}.{v[1]}; needs 3.10 or newer, as in make PYTHON=python3.12" if v < (3, 10) else 0)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "setting up $(VENV): PyTorch and the rest, some minutes, once"

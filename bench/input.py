@@ -4,7 +4,7 @@ Images of 3 x 32 x 32 and 3 x 224 x 224 in batches of 256, packed by `trainer pa
 the same mapped files in order, the kit a random permutation. PIL's pipeline is torchvision's RandomCrop(side, padding=4),
 RandomHorizontalFlip, ToTensor and Normalize on each image, stacked.
 JPEGs are 500 x 375, quality 90: the kit's decoder against PIL, in full size, and scaled and cut to 224 x 224 as `--size 224` does
-against PIL's decoder with torchvision's Resize(224) and CenterCrop(224).
+against PIL's decoder with torchvision's Resize(224) and CenterCrop(224); all make bytes (C, H, W).
 The null tests are a yardstick against itself: a difference inside their range is not resolved.
 
     python -m bench.input [--json] [--rounds 30] [--sides 32 224] [--megabytes 400]
@@ -27,7 +27,7 @@ from PIL import Image
 from torchvision import transforms
 
 from bench.interleave import Block, Ratio, as_json, ratios
-from trainer.train import pictures
+from trainer.train import pictures, pixels
 from trainer.train.batches import CPU, GlobalOrder, TensorImages
 from trainer.train.pack import pack
 from trainer.train.packed import Packed, packed
@@ -112,7 +112,7 @@ def decoded_by_pil(files: list[Path], cut: bool) -> None:
     scaled = transforms.Compose([transforms.Resize(224), transforms.CenterCrop(224)])
     for file in files:
         image = Image.open(io.BytesIO(file.read_bytes())).convert("RGB")
-        numpy.asarray(scaled(image) if cut else image)
+        numpy.ascontiguousarray(numpy.asarray(scaled(image) if cut else image).transpose(2, 0, 1))
 
 
 def decoded_by_kit(files: list[Path], cut: bool) -> None:
@@ -183,7 +183,7 @@ def compare_jpegs(folder: Path, rounds: int) -> dict[str, Ratio]:
         found, seconds = ratios(yardstick, {"kit": partial(decoded_by_kit, files, cut), "null": yardstick}, rounds)
         print(f"JPEGs of {files[0].stat().st_size >> 10} KiB, {name}: PIL {JPEGS / seconds:,.0f} images/CPU-s")
         told |= {f"{name}_over_pil": found["kit"].inverse(), f"null of {name}": found["null"]}
-    print(f"decoder: {pictures.DECODER}")
+    print(f"decoder: {pictures.DECODER}; floats and gathering: {'C' if pixels.compiled() else 'torch and numpy'}")
     return told
 
 

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 Floats = NDArray[numpy.float64]
+Moves = NDArray[numpy.int64]  # of samples (B,): (3, B), see Augment.moved
 _GAMMA = 0x9E3779B97F4A7C15
 _USES = 16  # numbers that a sample may draw in an epoch
 
@@ -57,17 +58,14 @@ class Augment:
         """Whether labels become shares of classes."""
         return bool(self.mixup or self.cutmix)
 
-    def moved(self, key: int, samples: NDArray[numpy.int64]) -> tuple[NDArray[numpy.intp], NDArray[numpy.int64], int]:
-        """For samples (B,): the order in which to fetch them, flipped ones first; each one's place in that order and the corner
-        of its crop, (3, B); how many are flipped."""
+    def moved(self, key: int, samples: NDArray[numpy.int64]) -> Moves:
+        """For samples (B,) (3, B): the corner of its crop in the image with its border, down and right, and whether it is flipped
+        before."""
+        if not self.moves:
+            return numpy.zeros((3, len(samples)), dtype=numpy.int64)
         down, right, side = uniform(key, samples, range(3))
-        flipped = side < 0.5 if self.flip else numpy.zeros(len(samples), dtype=bool)
-        order = numpy.argsort(~flipped, kind="stable")
-        place = numpy.empty(len(samples), dtype=numpy.int64)
-        place[order] = numpy.arange(len(samples))
         ways = 2 * self.crop + 1
-        corner = [(numbers * ways).astype(numpy.int64) for numbers in (down, right)]
-        return order, numpy.stack([place, *corner]), int(flipped.sum())
+        return numpy.stack([down * ways, right * ways, (side < 0.5) & self.flip]).astype(numpy.int64)
 
     def erased(self, key: int, samples: NDArray[numpy.int64], height: int, width: int) -> NDArray[numpy.int64]:
         """Rectangles (4, B): top, bottom, left, right; empty where nothing is erased. Area 2-33 %, aspect 0.3-3.3, as in the

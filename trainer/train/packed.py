@@ -14,8 +14,9 @@ import numpy
 import torch
 
 from trainer.errors import ConfigError
+from trainer.train import pixels
 from trainer.train.ahead import ahead
-from trainer.train.augment import Augment, inside, shifted
+from trainer.train.augment import Augment, Moves, inside, shifted
 from trainer.train.batches import CPU, Chosen, Sample, WholeBatches, mix
 from trainer.train.shards import Index, Mapped, labels
 
@@ -147,14 +148,24 @@ class _Batches:
         """Some samples at a time, so that they stay in a core's cache; on a GPU all at once."""
         augment, (_, height, width) = self.augment, self.data.shape
         images = self._floats((len(indices), *self.data.shape))
+        moves = augment.moved(key, indices.numpy())
         some = len(indices) if self.device.type == "cuda" else max(1, _CACHED // self.data.images.rows.shape[1])
-        for part, chosen in zip(torch.split(images, some), torch.split(indices, some), strict=True):
-            pixels = self._moved(key, chosen) if augment.moves else self._fetched(chosen)
-            part.copy_(pixels).mul_(self.scale).add_(self.bias)
+        for first in range(0, len(indices), some):
+            part, chosen = images[first : first + some], indices[first : first + some]
+            self._normalised(chosen, moves[:, first : first + some], part)
             if augment.erase:
                 boxes = self._on_device(augment.erased(key, chosen.numpy(), height, width))
                 part.masked_fill_(inside(boxes, height, width), 0)
         return images
+
+    def _normalised(self, indices: torch.Tensor, moves: Moves, out: torch.Tensor) -> None:
+        """Cropped, flipped and normalised images (B, C, H, W)."""
+        if self.device.type == "cpu" and pixels.compiled():
+            self.data.images.about_to_read(len(indices))
+            pixels.images(self.data.images.rows, indices, moves, self.augment.crop, self.data.scale, self.data.bias, out)
+        else:
+            bytes_ = self._moved(indices, moves) if self.augment.moves else self._fetched(indices)
+            out.copy_(bytes_).mul_(self.scale).add_(self.bias)
 
     def _mixed(self, key: int, samples: Any, images: torch.Tensor, targets: torch.Tensor) -> Sample:
         """Partners are any samples of the data, augmented as they are in this epoch, so that it does not matter who else is in a
@@ -172,19 +183,19 @@ class _Batches:
         both = [torch.nn.functional.one_hot(each, len(self.data.classes)) for each in (targets, other)]
         return images, both[0] * mine + both[1] * (1 - mine)
 
-    def _moved(self, key: int, indices: torch.Tensor) -> torch.Tensor:
+    def _moved(self, indices: torch.Tensor, moves: Moves) -> torch.Tensor:
         """Cropped and flipped: (B, C, H, W) uint8. Those to be flipped are fetched first, which makes them one slice, and the
         crop, a second gather, puts all into their places."""
         (channels, height, width), border = self.data.shape, self.augment.crop
-        order, where, flipped = self.augment.moved(key, indices.numpy())
-        pixels = self._fetched(indices[torch.from_numpy(order)])
+        down, right, mirrored = moves
+        order, flipped = numpy.argsort(-mirrored, kind="stable"), int(mirrored.sum())
+        fetched = self._fetched(indices[torch.from_numpy(order)])
         tall, wide = height + 2 * border, width + 2 * border
         padded = self._buffer("padded", (len(indices), channels, tall, wide))
         core = padded[:, :, border : border + height, border : border + width]
-        core[:flipped].copy_(pixels[:flipped].flip(-1))
-        core[flipped:].copy_(pixels[flipped:])
-        place, down, right = self._on_device(where)
-        start = place * (channels * tall * wide) + down * wide + right
+        core[:flipped].copy_(fetched[:flipped].flip(-1))
+        core[flipped:].copy_(fetched[flipped:])
+        start = self._on_device(numpy.argsort(order) * (channels * tall * wide) + down * wide + right)
         return shifted(padded, start, height, width, self._buffer("moved", (len(indices), *self.data.shape)))
 
     def _fetched(self, indices: torch.Tensor) -> torch.Tensor:

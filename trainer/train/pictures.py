@@ -220,7 +220,9 @@ def _covering(pixels: Bytes, size: Size) -> Bytes:
     factor = min(tall / size[0], wide / size[1])
     height, width = max(1, round(size[0] * factor)), max(1, round(size[1] * factor))
     top, left = (tall - height) // 2, (wide - width) // 2
-    part = torch.from_numpy(pixels[:, top : top + height, left : left + width].copy(order="K")).unsqueeze(0)
-    scaled = torch.nn.functional.interpolate(part, size, mode="bilinear", antialias=True)  # of bytes: faster than PIL
+    part = pixels[:, top : top + height, left : left + width]
+    part = part if part.flags.writeable else part.copy(order="K")  # torch warns of others
+    whole = torch.from_numpy(part).unsqueeze(0)
+    scaled = torch.nn.functional.interpolate(whole, size, mode="bilinear", antialias=True)  # of bytes: faster than PIL
     found: Bytes = scaled[0].numpy()
     return found

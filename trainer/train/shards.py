@@ -22,10 +22,12 @@ import torch
 
 from trainer.errors import ConfigError
 from trainer.process import memory_limit, own_cgroups
+from trainer.train import pixels
 
 FORMAT, INDEX = 1, "index.json"
 SHARD_BYTES = 64 << 20
 _PAGE = 65536  # the largest that is common
+_HUGE_PAGE = 2 << 20  # where Linux keeps a file in such pages, rows from anywhere are found at once
 _ROW = 16  # bytes that a row is a multiple of: else the samples of odd shapes would fill whole pages only in huge shards
 _LABEL = 8
 _RESIDENT = 1 << 30  # bytes that may be gathered before their pages are let go of
@@ -103,9 +105,11 @@ def stride(shape: Sequence[int]) -> int:
 
 
 def samples_per_shard(shape: Sequence[int], shard_bytes: int = SHARD_BYTES) -> int:
-    """As many as fill whole pages and come near to `shard_bytes`."""
-    unit = _PAGE // math.gcd(_PAGE, stride(shape))
-    return max(1, shard_bytes // stride(shape) // unit) * unit
+    """As many as fill whole pages, huge ones if that can be, and come near to `shard_bytes`."""
+    fitting = shard_bytes // stride(shape)
+    units = [page // math.gcd(page, stride(shape)) for page in (_HUGE_PAGE, _PAGE)]
+    unit = next((unit for unit in units if unit <= fitting), units[-1])
+    return max(1, fitting // unit) * unit
 
 
 def synced(path: Path) -> Path:
@@ -137,8 +141,10 @@ class Mapped:
         self._libc.mmap.restype = ctypes.c_void_p
         self.bytes, self._gathered = sum(shard.samples for shard in shards) * width, 0
         anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self._base, at = self._map(None, self.bytes, mmap.PROT_READ, anonymous, -1), 0
-        weakref.finalize(self, self._libc.munmap, ctypes.c_void_p(self._base), ctypes.c_size_t(self.bytes))
+        room = self.bytes + _HUGE_PAGE
+        free, at = self._map(None, room, mmap.PROT_READ, anonymous, -1), 0
+        weakref.finalize(self, self._libc.munmap, ctypes.c_void_p(free), ctypes.c_size_t(room))
+        self._base = -(-free // _HUGE_PAGE) * _HUGE_PAGE
         for shard in shards:
             descriptor = os.open(folder / shard.file, os.O_RDONLY)
             size = shard.samples * width
@@ -148,21 +154,23 @@ class Mapped:
         if self.bytes > _memory() / 2:
             self._advise(mmap.MADV_RANDOM)  # what is read ahead would be dropped before it is used
         whole = numpy.ctypeslib.as_array((ctypes.c_uint8 * self.bytes).from_address(self._base))
-        self._rows = whole.reshape(-1, width)
-        self.rows = torch.from_numpy(self._rows)
+        self.rows = torch.from_numpy(whole.reshape(-1, width))
 
     def gather(self, indices: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Copy the rows `indices` (B,) into `out` (B, stride)."""
+        self.about_to_read(len(indices))
+        return pixels.gather(self.rows, indices, out)
+
+    def about_to_read(self, count: int) -> None:
+        """Let go of what was read before, where that has become much."""
         if self._gathered > _RESIDENT < self.bytes:
             self._gathered = 0
             self._advise(mmap.MADV_DONTNEED)
-        self._gathered += out.nbytes
-        numpy.take(self._rows, indices.numpy(), axis=0, out=out.numpy(), mode="clip")  # faster than torch's
-        return out
+        self._gathered += count * self.rows.shape[1]
 
     def read_ahead(self, first: int, count: int) -> None:
         """Begin to read rows into the page cache, in one piece."""
-        width = self._rows.shape[1]
+        width = self.rows.shape[1]
         start, end = first * width // mmap.PAGESIZE * mmap.PAGESIZE, min((first + count) * width, self.bytes)
         self._libc.madvise(ctypes.c_void_p(self._base + start), ctypes.c_size_t(end - start), mmap.MADV_WILLNEED)
 
