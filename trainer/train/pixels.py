@@ -86,8 +86,11 @@ def images(
 
 
 def _places(rows: torch.Tensor, chosen: torch.Tensor, out: torch.Tensor) -> tuple[int, ...]:
-    assert chosen.dtype == torch.int64 and rows.is_contiguous() and out.is_contiguous() and len(out) == len(chosen)
-    return out.data_ptr(), rows.data_ptr(), len(rows), rows.shape[1], chosen.data_ptr(), len(chosen)
+    assert chosen.dtype == torch.int64 and rows.is_contiguous() and out.is_contiguous()
+    total, width = rows.shape
+    count = chosen.numel()  # quicker than len
+    assert out.shape[0] == count
+    return out.data_ptr(), rows.data_ptr(), total, width, chosen.data_ptr(), count
 
 
 def _no_row(rows: torch.Tensor, chosen: torch.Tensor, place: int) -> IndexError:

@@ -158,7 +158,7 @@ class Mapped:
 
     def gather(self, indices: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Copy the rows `indices` (B,) into `out` (B, stride)."""
-        self.about_to_read(len(indices))
+        self.about_to_read(indices.numel())
         return pixels.gather(self.rows, indices, out)
 
     def about_to_read(self, count: int) -> None:
