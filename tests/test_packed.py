@@ -355,6 +355,8 @@ def test_another_folder_is_not_written_into(made: Path, folder: Path) -> None:
         match=r"holds data packed otherwise \(args, dataset, parts, shape\); choose another folder".replace("args, ", ""),
     ):
         pack(COLOURS, made / "digits", shard_bytes=SHARD)
+    with pytest.raises(ConfigError, match=r"packed otherwise \(samples_per_shard\)"):  # shards of two lengths would overlap
+        pack(COLOURS, made / "colours", shard_bytes=10 * SHARD)
     with pytest.raises(ConfigError, match="data.args.path=.*no packed data there; write it with: trainer pack DATASET"):
         packed(str(folder))
     for how, line in {"crop": -1, "erase": 2, "mixup": -0.1, "mean": [0.5, 0.5], "std": [0]}.items():

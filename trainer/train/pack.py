@@ -102,10 +102,11 @@ def pack(
     """
     parts = sources(dataset, args or {})
     shape = list(parts["train"].read(0, size)[0].shape)
-    plan = _plan(dataset, args or {}, parts, shape, size, shard_bytes)
+    each = samples_per_shard(shape, shard_bytes)
+    plan = _plan(dataset, args or {}, parts, shape, size, each)
     out.mkdir(parents=True, exist_ok=True)
     done = {shard.file: shard for shard in _finished(out, plan) if _whole(out, shard)}
-    works = [work for name, part in parts.items() for work in _works(name, len(part), samples_per_shard(shape, shard_bytes))]
+    works = [work for name, part in parts.items() for work in _works(name, len(part), each)]
     missing = [work for work in works if work.file not in done]
     if not missing and (out / INDEX).exists():
         return Index.read(out)
@@ -119,14 +120,14 @@ def pack(
 
 
 def _plan(
-    dataset: str, args: dict[str, Any], parts: dict[str, Source], shape: list[int], size: Size | None, shard_bytes: int
+    dataset: str, args: dict[str, Any], parts: dict[str, Source], shape: list[int], size: Size | None, each: int
 ) -> dict[str, Any]:
     """What decides every byte; a folder may be moved."""
     named: dict[str, Any] = {"dataset": dataset, "args": args}
     if Path(dataset).expanduser().is_dir():
         named = {"decoder": DECODER}
     counts = {name: [len(part), part.fingerprint] for name, part in parts.items()}
-    how = {"shape": shape, "size": list(size) if size else None, "shard_bytes": shard_bytes}
+    how = {"shape": shape, "size": list(size) if size else None, "samples_per_shard": each}
     plan: dict[str, Any] = json.loads(json.dumps({**named, "parts": counts, **how}))
     return plan
 
