@@ -28,7 +28,9 @@ def queue(job: str) -> str:
 def let_start_now(job: str, run: Path) -> None:
     """A requeued job waits two minutes (BeginTime), and no option of 22.05 shortens that. By then the nodes are clean: a start in
     the same second as the end was seen to fail without a word."""
-    assert wait_until(lambda: queue(job) == "PENDING BeginTime", 40), queue(job)
+    assert wait_until(lambda: queue(job) == "PENDING BeginTime", 40), (
+        queue(job) + slurm("scontrol", "show", "job", job) + batch_log(run)
+    )
     assert wait_until(lambda: set(slurm("sinfo", "-hNo", "%T").split()) == {"idle"}, 40), slurm("sinfo", "-N")
     time.sleep(1)
 

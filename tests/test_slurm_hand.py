@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import time
@@ -71,6 +72,25 @@ def test_a_warning_while_python_still_starts_is_a_stop(shared: Path) -> None:
     time.sleep(1)
     slurm("scancel", "--batch", "--signal=USR1", job)
     assert "ended with 160; requeueing (1 of 3)" in ended(shared, job) and exit_code(run) == 160
+
+
+@pytest.mark.parametrize("moment", ["scontrol show", "srun --nodes=2", "scontrol requeue"])
+@pytest.mark.parametrize("name", ["USR1", "TERM"])
+def test_a_warning_while_the_job_starts_or_leaves_is_a_stop(name: str, moment: str, shared: Path) -> None:
+    """Before there is a step, before it has tasks, and after all of them ended: Slurm's own commands are slow there, as on a busy site."""
+    tool, word = moment.split()
+    slow, at = shared / "slow", shared / "at"
+    slow.mkdir()
+    (slow / tool).write_text(
+        f'#!/bin/sh\n[ "$1" != {word} ] || {{ : >{shlex.quote(str(at))}; sleep 3; }}\nexec {shutil.which(tool)} "$@"\n'
+    )
+    (slow / tool).chmod(0o755)
+    ends = "up; came 0; came 1; end 160" if tool + word == "scontrolrequeue" else "up; nap 60"
+    job, run = send(shared, ends, PATH=f"{slow}:{os.environ['PATH']}")
+    assert wait_until(at.exists, 20), told(shared, job)
+    slurm("scancel", "--batch", f"--signal={name}", job)
+    assert wait_until(lambda: queue(job) == "PENDING BeginTime", 30), queue(job) + told(shared, job)
+    assert "ended with 160; requeueing (1 of 3)" in told(shared, job) and exit_code(run) == 160
 
 
 def test_a_node_on_which_the_kit_does_not_start_is_final_and_no_good_stop(shared: Path) -> None:

@@ -1,20 +1,22 @@
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import DIGITS
 from tests.forked import on_ranks
-from tests.jobs import TRAINER, finish, logs, metrics, overrides, start, wait_until
+from tests.jobs import SHORT, TRAINER, finish, logs, metrics, overrides, start, wait_until
 from trainer.errors import ExitCode
+from trainer.process import STOP_SIGNALS, descendants
 from trainer.train.distributed import World
-from trainer.train.stop import SIGNALS, StopSignal
+from trainer.train.stop import StopSignal
 from trainer.train.stored import steps
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_is_a_request_and_a_second_changes_nothing(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with StopSignal(World()) as stop:
@@ -58,6 +60,22 @@ def test_the_file_and_the_end_of_the_time_are_requests_too(folder: Path) -> None
         assert stop.reason == f"the file {folder}/stop"
     for left, saves, wanted in ((100, 20, None), (100, 40, "the end of its time"), (20, 0, "the end of its time")):
         assert StopSignal(World(), None, time.time() + left, lambda saves=saves: saves).reason == wanted  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("last", "wanted"), [(100_000, ExitCode.STOPPED), (20, ExitCode.DONE)])
+def test_a_storm_of_signals_until_the_last_process_is_gone_changes_no_end(last: int, wanted: ExitCode, folder: Path) -> None:
+    """From a stop on, and from the last step on: to the node and to all that it has started, as Slurm does."""
+    how = [f"training.max_steps={last}", "training.epochs=100000", "resources.ranks_per_node=2"]
+    process = start(*TRAINER, "node", *SHORT, overrides(folder / "run"), *how)
+    assert wait_until(lambda: len(metrics(folder / "run")) >= 20, 60)
+    while process.poll() is None:
+        for pid in [process.pid, *descendants(process.pid)]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.002)
+    code, output = finish(process)
+    assert code == wanted and "FAULT" not in output and "SIGUSR1, for which" not in logs(folder / "run"), (code, output)
+    assert (wanted == ExitCode.STOPPED) == ("stopped by SIGUSR1" in output), output
 
 
 def test_a_run_with_a_stop_file_saves_ends_and_starts_again_when_it_is_gone(folder: Path) -> None:

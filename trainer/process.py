@@ -13,8 +13,10 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
@@ -31,6 +33,11 @@ def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> Non
         os.kill(os.getpid(), number)
 
 
+def leave_at_once(code: int) -> Callable[[int, FrameType | None], NoReturn]:
+    """A handler of the stop signals for a process whose work is over: a late one cannot change what it ends with."""
+    return lambda number, frame: os._exit(code)
+
+
 def leave(code: int) -> NoReturn:
     """End this process as the interpreter does, but without taking the interpreter apart: a thread of torch's that lets go of a
     tensor in that moment aborts the process. gloo has such threads, and DDP keeps gloo's group for ever.
@@ -38,6 +45,9 @@ def leave(code: int) -> NoReturn:
     Args:
         code: the exit code, or minus the signal to die of.
     """
+    if code >= 0:
+        for number in STOP_SIGNALS:
+            signal.signal(number, leave_at_once(code))
     try:
         threading._shutdown()  # type: ignore[attr-defined]  # waits for the threads of Python that are no daemons
         atexit._run_exitfuncs()

@@ -13,13 +13,13 @@ import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from trainer.config import Config
 from trainer.errors import ConfigError
 from trainer.launch.plan import Command, Plan, Submission, keep, locked, new_run_dir, resolved, write_plan
 from trainer.launch.run import Run, Status
-from trainer.process import die_with_parent, process_state, started_at
+from trainer.process import die_with_parent, leave, process_state, started_at
 
 _ADDRESS = "127.0.0.1"
 _FIRST_PORT, _PORTS = 20000, 9000  # outside the ephemeral range
@@ -44,8 +44,8 @@ def submit(submission: Submission) -> Run:
     return run
 
 
-def run_here(config: Config, run_dir: str) -> int:
-    """Run the nodes in the foreground, node 0 on this terminal; returns the job's exit code.
+def run_here(config: Config, run_dir: str) -> NoReturn:
+    """Run the nodes in the foreground, node 0 on this terminal, and leave with the job's exit code.
 
     Ctrl-C reaches the nodes by the terminal, other stop signals are passed on, and the nodes stop when this process is killed.
     """
@@ -64,7 +64,7 @@ def run_here(config: Config, run_dir: str) -> int:
         if code < 0:
             print(f"node {rank} was killed by signal {-code}; its ranks are gone, the last checkpoint stands", file=sys.stderr)
     bad = [code for code in codes if code]
-    return next((code for code in bad if code > 0), 128 - bad[0] if bad else 0)
+    leave(next((code for code in bad if code > 0), 128 - bad[0] if bad else 0))
 
 
 def _ends(processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:

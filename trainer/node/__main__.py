@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from trainer.config import TRAIN, Config
 from trainer.errors import ExitCode, Fault, FaultError, KitError
@@ -25,6 +25,7 @@ from trainer.node.record import Attentive, Record, leave_code
 from trainer.node.restarts import Restarts
 from trainer.node.vitals import Limits
 from trainer.placement import END_TIME
+from trainer.process import leave
 from trainer.settings import changed, check_resume, dump_config, load_config, refuse_stopped
 
 if TYPE_CHECKING:
@@ -35,12 +36,12 @@ _LOOK_SECONDS = 5.0  # to see whether what listens at node 0's port is a store
 _SECOND_SECONDS = 15.0  # how long a second node 0 tries to reach the first, which may still be loading its libraries
 
 
-def main(arguments: list[str]) -> int:
-    """Run this node to its end; returns the exit code."""
+def main(arguments: list[str]) -> NoReturn:
+    """Run this node to its end, and leave with its exit code."""
     leave_code(None)
     code = _main(arguments)
     leave_code(code)
-    return code
+    leave(code)
 
 
 def _main(arguments: list[str]) -> int:

@@ -9,7 +9,7 @@ import signal
 import tempfile
 from contextlib import suppress
 
-from trainer.node.signals import STOP_SIGNALS
+from trainer.process import STOP_SIGNALS
 
 
 class Guard:

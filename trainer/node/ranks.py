@@ -18,9 +18,8 @@ from pathlib import Path
 
 from trainer.errors import ERROR_FILE, ExitCode, write_error_file
 from trainer.node.identity import Identity
-from trainer.node.signals import STOP_SIGNALS
 from trainer.node.stacks import answer_when_asked
-from trainer.process import die_with_parent, leave
+from trainer.process import STOP_SIGNALS, die_with_parent, leave
 from trainer.pulse import Pulse
 
 SOCKETS = "TRAINER_SOCKETS"  # the folder for those of the loader workers, see `Guard`

@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+from trainer.process import STOP_SIGNALS
 
 
 class Signals:

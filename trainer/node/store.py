@@ -18,8 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
 from trainer.names import only_from_files, without_dns
-from trainer.node.signals import STOP_SIGNALS
-from trainer.process import die_with_parent
+from trainer.process import STOP_SIGNALS, die_with_parent
 
 REQUEST_SECONDS = 10.0  # limit of one request
 ANSWER_SECONDS = 20.0  # limit of the first one, and for all nodes to be there: a machine may be busy with their start

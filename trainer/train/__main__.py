@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import time
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +79,8 @@ def train(config: Config, world: World, pulse: Pulse) -> int:
     refuse_stopped(config, world.from_rank_0(Path(config.stop_file).exists()))
     if world.rank == 0:
         _keep_config(config, folder)
-    with ExitStack() as stack:
-        saver = stack.enter_context(closing(_saver(config, world)))
-        stop = stack.enter_context(StopSignal(world, Path(config.stop_file), end, lambda: saver.seconds))
+    stop = StopSignal(world, Path(config.stop_file), end, lambda: saver.seconds)
+    with stop, closing(_saver(config, world)) as saver:
         training, evaluation = _data(config)
         loading, micro = _loading(config, world), config.training.micro_batch_size
         check_shared_memory(training, micro or max(1, config.training.batch_size // world.world_size), loading, world)
@@ -100,7 +99,9 @@ def train(config: Config, world: World, pulse: Pulse) -> int:
         run.utilisation = Utilisation(world, config.training.precision, config.training.peak_tflops)
         traced = config.profile.start_step if world.rank in config.profile.ranks else None
         run.trace = Trace(traced, config.profile.steps, folder / "profile" / f"rank-{world.rank:04d}.json")
-        return ExitCode.STOPPED if run.go(stop, folder, config.training.tensorboard) else ExitCode.DONE
+        code = ExitCode.STOPPED if run.go(stop, folder, config.training.tensorboard) else ExitCode.DONE
+        stop.earned(code)
+    return code
 
 
 def _saver(config: Config, world: World) -> Checkpointer:

@@ -16,8 +16,7 @@ from typing import IO, Any
 import torch
 
 import trainer
-from trainer.process import memory_file, signal_name
-from trainer.train.stop import SIGNALS
+from trainer.process import STOP_SIGNALS, memory_file, signal_name
 from trainer.train.writer import Lines
 
 # This kit's own `trainer`, also where the user has a trainer.py in the folder of the run.
@@ -75,7 +74,7 @@ class Writer:
 
     def __init__(self, arena: Arena) -> None:
         root = str(Path(trainer.__file__).parents[1])
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # inherited: they are meant for the rank, which saves then
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # inherited: meant for the rank, which saves then
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _START.format(root=root, parent=os.getpid(), arena=arena.fd)],

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
 
+from trainer.process import STOP_SIGNALS, leave_at_once
 from trainer.train.distributed import World
 
 logger = logging.getLogger(__name__)
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _EVERY_SECONDS = 0.5  # how often ranks ask each other
 _EVERY_STEPS = 64  # and at most so many steps apart, however short they are
 _SPARE_SECONDS = 30.0  # besides twice what a save has been seen to take
@@ -48,13 +48,17 @@ class StopSignal:
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> StopSignal:
-        for number in SIGNALS:
+        for number in STOP_SIGNALS:
             self._before[number] = signal.signal(number, self._catch)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def earned(self, code: int) -> None:
+        """All is done and saved: a signal after the block changes nothing either; it ends the process at once, with this code."""
+        self._before = dict.fromkeys(STOP_SIGNALS, leave_at_once(code))
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
         if self.caught is None:
