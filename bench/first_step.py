@@ -27,3 +27,4 @@ torch.distributed.destroy_process_group()
 if fails and attempt == 0:
     (folder / f"failed-{rank}").write_text(repr(time.time()))
     raise SystemExit(3)
+os._exit(0)  # taken apart, an interpreter with gloo's threads aborts at times

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from bench.interleave import Ratio, as_json, free_port, repeated
+from trainer.process import leave
 from trainer.train.distributed import joined
 from trainer.train.loop import Loop, StepOptions
 from trainer.train.optim import LearningRate, Schedule
@@ -75,7 +76,8 @@ def main() -> None:
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank:
-        return rank(arguments.steps)
+        rank(arguments.steps)
+        leave(0)
     ones, ratios = [step_seconds(1, arguments.steps)], []
     for _ in range(arguments.rounds):
         two = step_seconds(2, arguments.steps)
