@@ -27,6 +27,16 @@ for name in [n for n in os.environ if n.startswith(("PET_", "SLURM_", "RANK", "W
 
 ROOT = Path(__file__).parent.parent
 DIGITS = ROOT / "configs" / "digits.yaml"
+STARTED: list[subprocess.Popen[str]] = []  # by the test that runs
+
+
+@pytest.fixture(autouse=True)
+def _nothing_runs_on() -> Iterator[None]:
+    """What a failed test has left running is not to disturb the next ones."""
+    yield
+    while STARTED:
+        with STARTED.pop() as process:  # closes its output and waits for its end
+            process.kill()
 
 
 @pytest.fixture

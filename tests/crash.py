@@ -106,10 +106,7 @@ class Crashes:
     @property
     def reached(self) -> int:
         """The last step in metrics.jsonl. A last line that the kill cut off does not count: the next start drops it."""
-        file = self.run / "metrics.jsonl"
-        text = file.read_text() if file.exists() else ""
-        records = map(json.loads, text[: text.rfind("\n") + 1].splitlines())
-        return max((record["step"] for record in records if record["kind"] == "train"), default=0)
+        return max((record["step"] for record in metrics(self.run)), default=0)
 
     def resumed(self) -> list[int]:
         """At which steps starts went on, as rank 0 told it."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tests.conftest import DIGITS, ROOT
+from tests.conftest import DIGITS, ROOT, STARTED
 from tests.conftest import wait_until as wait_until
 from trainer.train.parts import read
 
@@ -23,7 +23,7 @@ def start(*argv: str, cwd: Path = ROOT, **environ: str) -> subprocess.Popen[str]
     """Start a command; its output is read by `finish`."""
     foreign = ("PET_", "RANK", "WORLD_SIZE", "MAKE", "MFLAGS")  # under `make test` another make would say which folder it enters
     clean = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    return subprocess.Popen(
+    process = subprocess.Popen(
         argv,
         cwd=cwd,
         env={**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environ},
@@ -32,6 +32,8 @@ def start(*argv: str, cwd: Path = ROOT, **environ: str) -> subprocess.Popen[str]
         stdin=subprocess.DEVNULL,
         text=True,
     )
+    STARTED.append(process)
+    return process
 
 
 def finish(process: subprocess.Popen[str], seconds: float = 90) -> tuple[int, str]:
@@ -55,14 +57,21 @@ def overrides(run: Path) -> str:
 
 def roll_call(run: Path) -> dict[str, Any]:
     """What came of the last roll call of a run."""
-    events = map(json.loads, (run / "events.jsonl").read_text().splitlines())
-    return [event for event in events if event["event"] == "roll_call"][-1]
+    return events(run, "roll_call")[-1]
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file that may still be written to: a reader can meet the first half of a single write."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in records(run / "events.jsonl") if event["event"] == kind]
 
 
 def metrics(run: Path, kind: str = "train") -> list[dict[str, Any]]:
-    path = run / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+    return [record for record in records(run / "metrics.jsonl") if record["kind"] == kind]
 
 
 def losses(run: Path) -> list[tuple[int, float]]:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from tests.conftest import ROOT, wait_until
-from tests.jobs import TRAINER, command, logs, overrides
+from tests.jobs import TRAINER, command, events, logs, overrides
 
 TWO_BY_TWO = ["resources.nodes=2", "resources.gpus_per_node=2"]
 
@@ -60,10 +60,5 @@ def batch_log(run: Path) -> str:
 
 def exit_code(run: Path) -> int | None:
     """What the batch job's last attempt ended with, by the run's own record."""
-    path = run / "events.jsonl"
-    ends = (
-        [event for event in map(json.loads, path.read_text().splitlines()) if event["event"] == "job_end"]
-        if path.exists()
-        else []
-    )
+    ends = events(run, "job_end")
     return int(ends[-1]["exit_code"]) if ends else None

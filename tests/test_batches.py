@@ -199,11 +199,21 @@ def test_workers_that_are_not_forked_load_the_same(context: str) -> None:
 
 
 def test_threads_beside_a_fork_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Once, and without those of a training loader that waits for an evaluation."""
     ended = threading.Event()
-    threading.Thread(target=ended.wait, name="pool-7", daemon=True).start()
-    list(batches(Noisy(), iter([(0, torch.arange(2))]), 0, Loading(1)))
+    pool = threading.Thread(target=ended.wait, name="pool-7")
+    chosen = [(0, torch.arange(2))] * 3
+    training = batches(Noisy(), iter(chosen), 0, Loading(1))
+    next(training)
+    assert any(thread.name == "QueueFeederThread" for thread in threading.enumerate())
+    list(batches(Noisy(), iter(chosen), 0, Loading(1)))
+    assert "E5" not in caplog.text
+    pool.start()
+    list(batches(Noisy(), iter(chosen), 0, Loading(1)))
+    list(batches(Noisy(), iter(chosen), 0, Loading(1)))
     ended.set()
-    assert "warning: E5: 1 other threads run while loader workers are forked (pool-7)" in caplog.text
+    pool.join()
+    assert caplog.text.count("warning: E5: 1 other threads run while loader workers are forked (pool-7)") == 1
 
 
 class Ending(Noisy):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import DIGITS, ROOT, wait_until
-from tests.jobs import metrics, overrides
+from tests.jobs import events, metrics, overrides
 from tests.lab.slurm import Cluster
 from tests.machines import PORT, Nodes, fault
 from trainer.errors import ExitCode
@@ -402,7 +402,7 @@ def test_a_node_that_comes_while_an_earlier_start_still_ends_waits_for_the_next(
     nodes.started.pop(0).communicate()
     nodes.start(0)
     assert [code for code, _ in nodes.end(90)] == [0, 0]
-    assert json.loads((nodes.run / "events.jsonl").read_text().splitlines()[-1])["exit_code"] == 0
+    assert events(nodes.run, "node_end")[-1]["exit_code"] == 0
 
 
 @netns

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import DIGITS, wait_until
-from tests.jobs import TRAINER, command, equal, finish, logs, losses, overrides, processes_of, saved, start
+from tests.jobs import TRAINER, command, equal, events, finish, logs, losses, overrides, processes_of, saved, start
 from trainer.errors import ExitCode, Fault
 from trainer.node.restarts import Restarts
 from trainer.node.stall import Sight, stragglers
@@ -25,10 +25,6 @@ RUN = [
     "checkpoint.every_steps=5",
 ]
 FAULT = Fault("C1", "n1", "killed by signal 9 (SIGKILL)", "look", ExitCode.RANK_KILLED, 1)
-
-
-def events(run: Path, kind: str) -> list[dict[str, object]]:
-    return [event for event in map(json.loads, (run / "events.jsonl").read_text().splitlines()) if event["event"] == kind]
 
 
 def test_a_killed_rank_comes_back_and_nothing_differs(folder: Path) -> None:
@@ -113,7 +109,7 @@ def test_a_slow_rank_is_told_with_what_it_is_slow_in(folder: Path) -> None:
     slow = "data.args={rank: 1, number: 20, what: 'data.seconds = 0.05', seconds: 0.001}"
     run = folder / "run"
     node = start(*TRAINER, "run", *RUN, *settings, slow, "checkpoint.every_steps=1000", overrides(run))
-    assert wait_until(lambda: (run / "events.jsonl").exists() and events(run, "straggler"), 90), logs(run)
+    assert wait_until(lambda: events(run, "straggler"), 90), logs(run)
     node.terminate()
     code, output = finish(node)
     assert code == ExitCode.STOPPED, output

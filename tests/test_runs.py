@@ -15,7 +15,21 @@ import pytest
 
 from tests.conftest import DIGITS
 from tests.forked import free_port
-from tests.jobs import TRAINER, command, equal, finish, logs, losses, metrics, overrides, processes_of, saved, start, wait_until
+from tests.jobs import (
+    TRAINER,
+    command,
+    equal,
+    events,
+    finish,
+    logs,
+    losses,
+    metrics,
+    overrides,
+    processes_of,
+    saved,
+    start,
+    wait_until,
+)
 from trainer.errors import ExitCode
 
 pytestmark = pytest.mark.ranks
@@ -274,8 +288,7 @@ def test_all_nodes_leave_together(folder: Path) -> None:
     (folder / "run.yaml").write_text("name: uneven\nentrypoint: train.py\nresources: {nodes: 3, ranks_per_node: 1}\n")
     code, output = command(*TRAINER, "run", "run.yaml", overrides(folder / "run"), cwd=folder)
     assert code == 0, output
-    ends = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
-    times = [event["time"] for event in ends if event["event"] == "node_end"]
+    times = [event["time"] for event in events(folder / "run", "node_end")]
     assert len(times) == 3 and max(times) - min(times) < 2, times
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.conftest import DIGITS, wait_until
-from tests.jobs import TRAINER, command, finish, logs, metrics, overrides, processes_of, start
+from tests.jobs import TRAINER, command, events, finish, logs, metrics, overrides, processes_of, start
 from trainer.errors import ExitCode
 from trainer.process import descendants, process_state
 from trainer.train.parts import read
@@ -140,11 +140,9 @@ class Job:
 
     def restarts(self) -> list[list[dict[str, Any]]]:
         """What the nodes told of each attempt that was followed by another one."""
-        events = map(json.loads, (self.run / "events.jsonl").read_text().splitlines())
         told: dict[int, list[dict[str, Any]]] = {}
-        for event in events:
-            if event["event"] == "restart":
-                told.setdefault(event["attempt"], []).append(event)
+        for event in events(self.run, "restart"):
+            told.setdefault(event["attempt"], []).append(event)
         return [told[attempt] for attempt in sorted(told)]
 
     def explained(self, kind: str) -> str:

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
 _FEW_FILES = 4096  # open files that a process may have
+_HARMLESS = (FOLLOWER, "QueueFeederThread", "_pin_memory_loop)")  # ours, and of a loader that waits while another one starts
 _DYING_SECONDS = 1.0  # a connection to a loader worker breaks a moment before that counts as dead
 Sample = tuple[torch.Tensor, Any]
 Chosen = tuple[int, torch.Tensor]  # (epoch, sample indices (B,)): one micro-batch
@@ -210,15 +212,20 @@ def _prepare_for_workers(loading: Loading) -> None:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files < _FEW_FILES:  # else each tensor that a worker hands over takes a descriptor here for as long as it is kept
         torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
-    others = [
-        thread.name for thread in threading.enumerate() if thread is not threading.main_thread() and thread.name != FOLLOWER
-    ]
+    names = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    others = [name for name in names if not name.endswith(_HARMLESS)]
     if others and loading.multiprocessing_context == "fork":
-        logger.warning(
-            "warning: E5: %d other threads run while loader workers are forked (%s): a lock that one of them holds stays locked "
-            "in the workers; fix: start them later, or data.multiprocessing_context=forkserver",
-            *(len(others), ", ".join(others)),
-        )
+        _tell_of_threads(*others)
+
+
+@cache
+def _tell_of_threads(*names: str) -> None:
+    """Once, and not again for each evaluation."""
+    logger.warning(
+        "warning: E5: %d other threads run while loader workers are forked (%s): a lock that one of them holds stays locked "
+        "in the workers; fix: start them later, or data.multiprocessing_context=forkserver",
+        *(len(names), ", ".join(names)),
+    )
 
 
 class _Once:
