@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import subprocess
 import sys
@@ -104,6 +105,19 @@ def test_batches_are_the_same_without_the_library(
     with_library = batches()
     monkeypatch.setattr(pixels, "_library", None)
     assert all(torch.equal(*pair) for pair in zip(with_library, batches(), strict=True))
+
+
+def test_the_log_of_a_run_says_that_there_is_no_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "trainer")
+    pack("tests.test_pixels:colours", tmp_path / "packed", {"shape": (1, 8, 8)})
+    said = []
+    for library in (object(), None):
+        monkeypatch.setattr(pixels, "_library", library)
+        packed(str(tmp_path / "packed"))
+        said.append("no libpixels.so" in caplog.text)
+    assert said == [False, True]
 
 
 @needs_library

@@ -57,6 +57,7 @@ def packed(
     augment = Augment(crop, flip, erase, mixup, cutmix)
     _check(augment, index, mean, std)
     levels = ([each * 255 for each in mean] if mean else index.mean, [each * 255 for each in std] if std else index.std)
+    pixels.tell_if_slow()
     training = Packed(folder, index, "train", augment, *levels)
     return training, Packed(folder, index, "eval", Augment(), *levels) if "eval" in index.parts else None
 

@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 from pathlib import Path
 
 import numpy
 import torch
 from numpy.typing import NDArray
+
+logger = logging.getLogger(__name__)
 
 SOURCE, LIBRARY = Path(__file__).with_suffix(".c"), Path(__file__).with_name("libpixels.so")
 
@@ -38,6 +41,15 @@ _library = _loaded()
 def compiled() -> bool:
     """Whether the library is there."""
     return _library is not None
+
+
+def tell_if_slow() -> None:
+    """Say in the run's log that the library is not there, and what brings it."""
+    if not compiled():
+        logger.info(
+            "packed images: made by numpy and torch, more slowly: no %s of this version; install the kit beside a C compiler",
+            LIBRARY.name,
+        )
 
 
 def gather(rows: torch.Tensor, chosen: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
