@@ -1,4 +1,4 @@
-"""SIGKILL at random moments, many of them inside a save on a slow disk, until the run has ended in spite of them.
+"""SIGKILL at random moments, half of them while a save is under way on a slow disk, until the run has ended in spite of them.
 
 python -m tests.crash [--kills 200] [--seed 0] [--worlds 2]           the same number of ranks: equal to the bit
 python -m tests.crash --worlds 1,2,4                                  another number after each kill
@@ -92,7 +92,11 @@ class Crashes:
         for pid in pids:
             os.waitpid(pid, 0)
         time.sleep(0.02)  # the writers' end
-        self.inside += any(True for _ in staging_steps(self.run / "checkpoints"))
+
+    @property
+    def saving(self) -> set[Path]:
+        """What is being written, or was when a start was killed; each start has names of its own."""
+        return {path for path, _ in staging_steps(self.run / "checkpoints")}
 
     @property
     def newest(self) -> int:
@@ -118,14 +122,17 @@ class Crashes:
         """Start and kill, then let it end."""
         reached, newest = 0, 0
         for number in range(kills):
-            before = len(self.resumed())
+            before, left = len(self.resumed()), self.saving
             pids = self.start(self.random.choice(worlds))
             if self.random.random() < 0.8:  # else while it starts
                 assert wait_until(lambda known=before: len(self.resumed()) > known, 60)  # type: ignore[misc]
             time.sleep(self.random.uniform(0, 0.8))
+            if number % 2:
+                assert wait_until(lambda left=left: self.saving - left)  # type: ignore[misc]
             ended = [pid for pid in pids if os.waitpid(pid, os.WNOHANG) != (0, 0)]
             assert not ended, f"{(self.run / 'rank-0.log').read_text()[-2000:]}\n{number} kills"
             self.kill(pids)
+            self.inside += bool(self.saving - left)
             went_on = self.resumed()
             if len(went_on) > before:
                 assert went_on[-1] == newest or (self.local and went_on[-1] > newest), (
